@@ -13,6 +13,7 @@ from .count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, count_pairs
 from .group_rows import Groups, PhysicalExperts, group_rows, share_counts
 from .launch import interpreted, on_device, uploaded
 from .locate_rows import MOST_K, locate_rows
+from .offer_rows import offer_rows
 from .pairs_cpu import Pairs
 from .push_rows import padding_rows, push_rows
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
@@ -63,6 +64,7 @@ __all__ = [
     "group_rows",
     "interpreted",
     "locate_rows",
+    "offer_rows",
     "on_device",
     "pack",
     "padding_rows",

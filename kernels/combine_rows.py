@@ -11,6 +11,7 @@ destination had sent its sum. The result is rounded once. Pairs without a row co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -18,8 +19,19 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .dtypes import ELEMENTS, decode, encode
-from .launch import interpreted, on_device, runs_on
-from .rows import CHUNK, PAYLOADS, Buffers, RowLaunch, TokenRows, cdiv, check_rows, row_constants
+from .launch import Constants, Launches, interpreted, runs_on
+from .rows import (
+    CHUNK,
+    PAYLOADS,
+    Buffers,
+    RowLaunch,
+    TokenRows,
+    address_of,
+    cdiv,
+    check_rows,
+    row_alignment,
+    row_constants,
+)
 
 PAIRS = tl.constexpr(256)  # values gathered by a program
 
@@ -29,17 +41,20 @@ def rounded(value, DTYPE: tl.constexpr, SOFT: tl.constexpr):
     return decode(encode(value, DTYPE, SOFT), DTYPE, SOFT)
 
 
-@triton.jit(do_not_specialize=["out", "out_stride", "add", "add_stride", "weight_stride"])
+@triton.jit(do_not_specialize=["out", "out_stride", "add", "add_stride", "weight_stride", "choice_stride"])
 def combine_rows_kernel(
-    out,  # address
-    out_stride,  # elements
-    add,  # address
-    add_stride,
     key_in,  # int32 [tokens, K]
     row_in,  # int32 [tokens, K]
     buffers,  # int64 [W], addresses
     weights,  # float32 [tokens, K]
-    weight_stride,
+    choice,  # int32 [W]
+    error,  # int64 [1]
+    out: tl.int64,  # address
+    out_stride: tl.int64,  # elements
+    add: tl.int64,  # address
+    add_stride: tl.int64,
+    weight_stride: tl.int64,
+    choice_stride: tl.int64,
     K: tl.constexpr,
     H: tl.constexpr,
     COLS: tl.constexpr,
@@ -49,6 +64,7 @@ def combine_rows_kernel(
     VEC: tl.constexpr,  # elements
     HAS_WEIGHTS: tl.constexpr,
     HAS_ADD: tl.constexpr,
+    CHOSEN: tl.constexpr,
     SOFT: tl.constexpr,
 ):
     """Program (t, j) writes block j of token t's row."""
@@ -63,7 +79,7 @@ def combine_rows_kernel(
         row = tl.load(row_in + t * K + i)
         kept = row >= 0
         destination = key // K
-        base = tl.load(buffers + destination, mask=kept, other=0)
+        base = address_of(buffers, choice, error, choice_stride, destination, kept, CHOSEN)
         # An address that was an integer has lost its alignment.
         source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
         value = decode(tl.load(source + c, mask=inside & kept, other=0), DTYPE, SOFT)
@@ -123,19 +139,38 @@ def combine_rows(
     if weights is not None and weights.stride(1) != 1:
         weights = weights.contiguous()
     added = out if add is None else add
-    strides = (out.stride(0) | added.stride(0)) * out.element_size()
-    constants = row_constants(out.dtype, hidden, bits, out.data_ptr(), added.data_ptr(), strides)
     if tokens:
-        with on_device(out.device):
-            combine_rows_kernel[(tokens, cdiv(hidden, launch.columns))](
-                out.data_ptr(), out.stride(0), added.data_ptr(), added.stride(0), rows.key, rows.row, table,
-                rows.key if weights is None else weights, 0 if weights is None else weights.stride(0),
-                K=k, COLS=launch.columns, HAS_WEIGHTS=weights is not None, HAS_ADD=add is not None,
-                DTYPE=ELEMENTS[out.dtype], SOFT=interpreted(combine_rows_kernel), num_warps=launch.num_warps,
-                # A fused multiply-add would round once less than the definition.
-                enable_fp_fusion=False,
-                **constants,
-            )  # fmt: skip
+        to, stride, of, of_stride = out.data_ptr(), out.stride(0), added.data_ptr(), added.stride(0)
+        align = row_alignment(out.dtype, hidden, bits | to | of | (stride | of_stride) * out.element_size())
+        given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
+        choice = buffers.choice
+        index, error = (rows.key, table) if choice is None else choice
+        _combines(
+            (tokens, cdiv(hidden, launch.columns), 1), out.device, (rows.key, rows.row, table, given, index, error),
+            (to, stride, of, of_stride, weight_stride, index.stride(0)),
+            _constants(out.dtype, k, hidden, align, launch, weights is not None, add is not None, choice is not None),
+        )  # fmt: skip
+
+
+_combines = Launches(combine_rows_kernel)
+
+
+@cache
+def _constants(
+    dtype: torch.dtype,
+    k: int,
+    hidden: int,
+    align: int,
+    launch: RowLaunch,
+    has_weights: bool,
+    has_add: bool,
+    chosen: bool,
+) -> Constants:
+    constants = row_constants(dtype, hidden, align) | {"K": k, "COLS": launch.columns, "DTYPE": ELEMENTS[dtype]}
+    constants |= {"HAS_WEIGHTS": has_weights, "HAS_ADD": has_add, "CHOSEN": chosen}
+    constants["SOFT"] = interpreted(combine_rows_kernel)
+    # A fused multiply-add would round once less than the definition.
+    return Constants(combine_rows_kernel, constants, num_warps=launch.num_warps, enable_fp_fusion=False)
 
 
 def combine_rows_cpu(
@@ -192,7 +227,14 @@ def combine_rows_reference(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def gather_values_kernel(key_in, row_in, buffers, out, pairs, K: tl.constexpr):
+def gather_values_kernel(
+    key_in,  # int32 [pairs]
+    row_in,  # int32 [pairs]
+    buffers,  # int64 [W], addresses
+    out,  # float32 [pairs]
+    pairs: tl.int32,
+    K: tl.constexpr,
+):
     """Program i fetches the values of PAIRS pairs."""
     i = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     key = tl.load(key_in + i, mask=i < pairs, other=0)
@@ -215,12 +257,17 @@ def gather_values(rows: TokenRows, buffers: Buffers) -> torch.Tensor:
     if not runs_on(out.device):
         gather_values_cpu(rows, buffers, out)
     elif out.numel():
-        table, _ = buffers.table()
-        with on_device(out.device):
-            gather_values_kernel[(cdiv(out.numel(), PAIRS.value),)](
-                rows.key, rows.row, table, out, out.numel(), K=k, num_warps=4
-            )
+        pairs, tensors = out.numel(), (rows.key, rows.row, buffers.table()[0], out)
+        _gathers((cdiv(pairs, PAIRS.value), 1, 1), out.device, tensors, (pairs,), _gather_constants(k))
     return out
+
+
+_gathers = Launches(gather_values_kernel)
+
+
+@cache
+def _gather_constants(k: int) -> Constants:
+    return Constants(gather_values_kernel, {"K": k}, num_warps=4)
 
 
 def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,19 +11,19 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .dtypes import WORDS, pattern
-from .launch import on_device, runs_on
-from .rows import alignment, cdiv, programs_of
+from .dtypes import pattern
+from .launch import Constants, Launches, runs_on
+from .rows import cdiv, programs_of, row_alignment, row_constants
 
 BLOCK = 4096  # bytes of a step: two 16-byte accesses for each of 128 threads
 
 
 @triton.jit(do_not_specialize=["source", "target", "programs"])
 def copy_rows_kernel(
-    source,  # address
-    target,  # address
     num_rows,  # int32 [1]
-    programs,
+    source: tl.int64,  # address
+    target: tl.int64,  # address
+    programs: tl.int32,
     H: tl.constexpr,
     COLS: tl.constexpr,
     WORD: tl.constexpr,
@@ -49,8 +49,8 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Tensor
     Raises:
         ArgumentError: unsupported shape, dtype or stride.
     """
-    _check_buffer("source", source, target.shape)
-    _check_buffer("target", target)
+    check_buffer("source", source, target.shape)
+    check_buffer("target", target)
     if source.dtype is not target.dtype:
         raise ArgumentError(f"source: {source.dtype}; allowed: {target.dtype}, that of target")
     if not source.numel():
@@ -58,9 +58,10 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Tensor
     if not runs_on(target.device):
         copy_rows_cpu(source, target, num_rows)
         return
-    programs, constants = _launch(target, source)
-    with on_device(target.device):
-        copy_rows_kernel[(programs,)](source.data_ptr(), target.data_ptr(), num_rows, programs, **constants)
+    there, length, here = target.data_ptr(), target.numel() // len(target), source.data_ptr()
+    programs = programs_of(target.device, cdiv(target.numel() * target.itemsize, BLOCK))
+    constants = _constants(copy_rows_kernel, target.dtype, length, row_alignment(target.dtype, length, here | there))
+    _copies((programs, 1, 1), target.device, (num_rows,), (here, there, programs), constants)
 
 
 def copy_rows_cpu(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Tensor) -> None:
@@ -71,11 +72,11 @@ def copy_rows_cpu(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Te
 
 @triton.jit(do_not_specialize=["target", "word", "rows", "programs"])
 def fill_rows_kernel(
-    target,  # address
-    word,  # the bits of the value
     num_rows,  # int32 [1]
-    rows,
-    programs,
+    target: tl.int64,  # address
+    word: tl.int32,  # the bits of the value
+    rows: tl.int32,
+    programs: tl.int32,
     H: tl.constexpr,
     COLS: tl.constexpr,
     WORD: tl.constexpr,
@@ -102,16 +103,17 @@ def fill_rows(target: torch.Tensor, num_rows: torch.Tensor, value: float) -> Non
     Raises:
         ArgumentError: unsupported shape, dtype or stride.
     """
-    _check_buffer("target", target, floats=True)
+    check_buffer("target", target, floats=True)
     if not target.numel():
         return
     if not runs_on(target.device):
         fill_rows_cpu(target, num_rows, value)
         return
-    programs, constants = _launch(target)
-    word = _word(value, target.dtype)
-    with on_device(target.device):
-        fill_rows_kernel[(programs,)](target.data_ptr(), word, num_rows, len(target), programs, **constants)
+    there, length = target.data_ptr(), target.numel() // len(target)
+    programs = programs_of(target.device, cdiv(target.numel() * target.itemsize, BLOCK))
+    constants = _constants(fill_rows_kernel, target.dtype, length, row_alignment(target.dtype, length, there))
+    numbers = there, _word(value, target.dtype), len(target), programs
+    _fills((programs, 1, 1), target.device, (num_rows,), numbers, constants)
 
 
 def fill_rows_cpu(target: torch.Tensor, num_rows: torch.Tensor, value: float) -> None:
@@ -119,13 +121,22 @@ def fill_rows_cpu(target: torch.Tensor, num_rows: torch.Tensor, value: float) ->
     target[int(num_rows) :].fill_(value)
 
 
-@lru_cache
+_copies, _fills = Launches(copy_rows_kernel), Launches(fill_rows_kernel)
+
+
+@cache
+def _constants(kernel: Any, dtype: torch.dtype, length: int, align: int) -> Constants:
+    constants = row_constants(dtype, length, align) | {"COLS": BLOCK // dtype.itemsize}
+    return Constants(kernel, constants, num_warps=4)
+
+
+@cache
 def _word(value: float, dtype: torch.dtype) -> int:
     return int.from_bytes(pattern(value, dtype), "little", signed=True)
 
 
-def _check_buffer(name: str, x: torch.Tensor, shape: Sequence[int] | None = None, floats: bool = False) -> None:
-    """Check a contiguous tensor of 16- or 32-bit elements, the argument of copy_rows and fill_rows.
+def check_buffer(name: str, x: torch.Tensor, shape: Sequence[int] | None = None, floats: bool = False) -> None:
+    """Check a contiguous tensor of 16- or 32-bit elements, the argument of copy_rows, fill_rows and offer_rows.
 
     Raises:
         ArgumentError: `x` is not one, or not of `shape`, or not of floats where `floats` is set.
@@ -137,18 +148,3 @@ def _check_buffer(name: str, x: torch.Tensor, shape: Sequence[int] | None = None
             f"{'floats of ' if floats else ''}16 or 32 bits, shape {'[R, ...]' if shape is None else tuple(shape)}, "
             f"contiguous"
         )
-
-
-def _launch(x: torch.Tensor, *others: torch.Tensor) -> tuple[int, dict[str, Any]]:
-    """The number of programs that walk over the elements of `x`, and the kernel's constants; `others` are of the same
-    shape and dtype."""
-    length, columns = x[0].numel(), BLOCK // x.itemsize
-    addresses = [tensor.data_ptr() for tensor in (x, *others)]
-    constants = {
-        "H": length,
-        "COLS": columns,
-        "WORD": WORDS[x.itemsize],
-        "ALIGN": alignment(length * x.itemsize, *addresses),
-        "num_warps": 4,
-    }
-    return programs_of(x.device, cdiv(x.numel(), columns)), constants

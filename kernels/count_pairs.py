@@ -8,6 +8,7 @@ Up to 1,024 ids, as in decoding, take one program.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .launch import on_device, runs_on
+from .launch import Constants, Launches, runs_on
 from .rows import cdiv, power_of_two
 
 BLOCK = tl.constexpr(256)  # ids ranked at a time
@@ -50,16 +51,16 @@ def physical_experts_of(ids, expert_table, index, inside, experts, HAS_TABLE: tl
     return physical_expert, bad
 
 
-@triton.jit(do_not_specialize=["pairs", "experts", "physical_experts", "rounds"])
+@triton.jit(do_not_specialize=["pairs", "experts", "rounds"])
 def count_pairs_kernel(
     ids,  # [pairs]
     expert_table,  # int32 [experts]
     expert_out,  # int32 [pairs]
     block_counts,  # int32 [blocks, EXPERTS]
     block_bad,  # int32 [blocks]
-    pairs,
-    experts,
-    rounds,  # blocks of ids per program
+    pairs: tl.int32,
+    experts: tl.int32,
+    rounds: tl.int32,  # blocks of ids per program
     EXPERTS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
 ):
@@ -85,10 +86,10 @@ def place_rows_kernel(
     block_counts,  # int32 [blocks, EXPERTS]
     block_bad,  # int32 [blocks]
     counts_out,  # int32 [physical_experts + 1]
-    pairs,
-    physical_experts,
-    rounds,
-    blocks,
+    pairs: tl.int32,
+    physical_experts: tl.int32,
+    rounds: tl.int32,
+    blocks: tl.int32,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,  # a power of two, no less than blocks
     ROWS: tl.constexpr,  # rows of block_counts summed at a time
@@ -124,9 +125,9 @@ def count_few_pairs_kernel(
     expert_out,  # int32 [pairs]
     place_out,  # int32 [pairs]
     counts_out,  # int32 [physical_experts + 1]
-    pairs,
-    experts,
-    physical_experts,
+    pairs: tl.int32,
+    experts: tl.int32,
+    physical_experts: tl.int32,
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,  # a power of two, no less than pairs
     HAS_TABLE: tl.constexpr,
@@ -193,27 +194,45 @@ def count_pairs(
     padded = max(32, power_of_two(physical_experts))
     if pairs <= MOST_SINGLE:
         width = max(CHUNK.value, power_of_two(pairs))
-        with on_device(ids.device):
-            count_few_pairs_kernel[(1,)](
-                ids, table, physical_expert, place, counts, pairs, num_experts, physical_experts,
-                EXPERTS=padded, PAIRS=width, HAS_TABLE=has_table, num_warps=few_warps(width),
-            )  # fmt: skip
+        _fews(
+            (1, 1, 1), ids.device, (ids, table, physical_expert, place, counts), (pairs, num_experts, physical_experts),
+            _few_constants(ids.dtype, padded, width, has_table),
+        )  # fmt: skip
         return CountedPairs(physical_expert, place, counts)
     rounds = cdiv(pairs, BLOCK.value * MOST_BLOCKS)
     blocks = cdiv(pairs, BLOCK.value * rounds)
     # Each block's count of bad ids follows the counts of all blocks.
     scratch = torch.empty(blocks * (padded + 1), dtype=torch.int32, device=ids.device)
     bad = scratch[blocks * padded :]
-    with on_device(ids.device):
-        count_pairs_kernel[(blocks,)](
-            ids, table, physical_expert, scratch, bad, pairs, num_experts, rounds,
-            EXPERTS=padded, HAS_TABLE=has_table, num_warps=4,
-        )  # fmt: skip
-        place_rows_kernel[(blocks,)](
-            physical_expert, place, scratch, bad, counts, pairs, physical_experts, rounds, blocks,
-            EXPERTS=padded, BLOCKS=power_of_two(blocks), ROWS=count_rows(padded), num_warps=8,
-        )  # fmt: skip
+    _counts(
+        (blocks, 1, 1), ids.device, (ids, table, physical_expert, scratch, bad), (pairs, num_experts, rounds),
+        _count_constants(ids.dtype, padded, has_table),
+    )  # fmt: skip
+    _places(
+        (blocks, 1, 1), ids.device, (physical_expert, place, scratch, bad, counts),
+        (pairs, physical_experts, rounds, blocks), _place_constants(padded, power_of_two(blocks)),
+    )  # fmt: skip
     return CountedPairs(physical_expert, place, counts)
+
+
+_counts, _places, _fews = map(Launches, (count_pairs_kernel, place_rows_kernel, count_few_pairs_kernel))
+
+
+@cache
+def _count_constants(ids: torch.dtype, padded: int, has_table: bool) -> Constants:
+    """`ids`: their dtype, which a kernel is compiled for."""
+    return Constants(count_pairs_kernel, {"EXPERTS": padded, "HAS_TABLE": has_table}, num_warps=4)
+
+
+@cache
+def _place_constants(padded: int, blocks: int) -> Constants:
+    return Constants(place_rows_kernel, {"EXPERTS": padded, "BLOCKS": blocks, "ROWS": count_rows(padded)}, num_warps=8)
+
+
+@cache
+def _few_constants(ids: torch.dtype, padded: int, pairs: int, has_table: bool) -> Constants:
+    constants = {"EXPERTS": padded, "PAIRS": pairs, "HAS_TABLE": has_table}
+    return Constants(count_few_pairs_kernel, constants, num_warps=few_warps(pairs))
 
 
 def few_warps(pairs: int) -> int:

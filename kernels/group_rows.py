@@ -9,6 +9,7 @@ same layout, in one program.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .launch import on_device, runs_on
+from .launch import Constants, Launches, runs_on
 from .rows import Buffers, power_of_two
 
 NO_LIMIT = (1 << 31) - 1
@@ -78,14 +79,14 @@ def group_rows_kernel(
     padded_out,
     num_rows_out,
     overflow_out,
-    ranks,
-    physical_experts,
-    me,
-    low,  # bounds of this rank's physical experts
-    high,
-    align,
-    capacity,
-    expert_capacity,
+    ranks: tl.int32,
+    physical_experts: tl.int32,
+    me: tl.int32,
+    low: tl.int32,  # bounds of this rank's physical experts
+    high: tl.int32,
+    align: tl.int32,
+    capacity: tl.int32,
+    expert_capacity: tl.int32,
     EXPERTS: tl.constexpr,  # a power of two
     RANKS: tl.constexpr,  # rows of the matrix at a time
     BATCHED: tl.constexpr,
@@ -178,13 +179,21 @@ def group_rows(
         num_rows=empty(1, torch.int32),
         overflow=empty(2, torch.int64),
     )
-    padded = max(32, power_of_two(physical_experts.count))
-    with on_device(matrix.device):
-        group_rows_kernel[(1,)](
-            matrix, physical_experts.first, *groups, ranks, physical_experts.count, me, low, high, align, capacity,
-            most, EXPERTS=padded, RANKS=rank_rows(padded), BATCHED=batched, num_warps=group_warps(padded),
-        )  # fmt: skip
+    _groupings(
+        (1, 1, 1), matrix.device, (matrix, physical_experts.first, *groups),
+        (ranks, physical_experts.count, me, low, high, align, capacity, most),
+        _group_constants(max(32, power_of_two(physical_experts.count)), batched),
+    )  # fmt: skip
     return groups
+
+
+_groupings = Launches(group_rows_kernel)
+
+
+@cache
+def _group_constants(padded: int, batched: bool) -> Constants:
+    constants = {"EXPERTS": padded, "RANKS": rank_rows(padded), "BATCHED": batched}
+    return Constants(group_rows_kernel, constants, num_warps=group_warps(padded))
 
 
 def rank_rows(padded_experts: int) -> int:
@@ -227,7 +236,15 @@ def group_rows_cpu(
 
 
 @triton.jit(do_not_specialize=["me", "length", "width", "word"])
-def share_counts_kernel(counts, matrices, me, length, width, word, LENGTH: tl.constexpr):
+def share_counts_kernel(
+    counts,  # int32 [length]
+    matrices,  # int64 [W], addresses
+    me: tl.int32,
+    length: tl.int32,
+    width: tl.int32,
+    word: tl.int32,
+    LENGTH: tl.constexpr,
+):
     """Program i writes to matrix i."""
     matrix = tl.load(matrices + tl.program_id(0)).to(tl.pointer_type(tl.int32))
     i = tl.arange(0, LENGTH)
@@ -248,11 +265,17 @@ def share_counts(counts: torch.Tensor, matrices: Buffers, me: int, word: int | N
     if not runs_on(counts.device):
         share_counts_cpu(counts, matrices, me, word)
         return
-    table, _ = matrices.table()
-    with on_device(counts.device):
-        share_counts_kernel[(len(matrices),)](
-            counts, table, me, length, width, word or 0, LENGTH=power_of_two(width), num_warps=4
-        )
+    numbers = me, length, width, word or 0
+    tensors = counts, matrices.table()[0]
+    _shares((len(matrices), 1, 1), counts.device, tensors, numbers, _share_constants(power_of_two(width)))
+
+
+_shares = Launches(share_counts_kernel)
+
+
+@cache
+def _share_constants(length: int) -> Constants:
+    return Constants(share_counts_kernel, {"LENGTH": length}, num_warps=4)
 
 
 def share_counts_cpu(counts: torch.Tensor, matrices: Buffers, me: int, word: int | None) -> None:

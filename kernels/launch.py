@@ -1,9 +1,14 @@
-"""Launch kernels: whether and where they run, their compilation ahead of a call, and prepared launches over boxes."""
+"""Launch kernels: whether and where they run, and launches that bypass Triton's binder, which costs more than they do.
+
+`PreparedLaunch` is for boxes: everything but addresses is known when a program is bound. `Launches` is for rows of
+tokens, whose number changes from call to call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +32,7 @@ def runs_on(device: torch.device) -> bool:
     return device.type == ("cpu" if interpreted(target_address) else "cuda")
 
 
+@cache
 def processors_of(device: torch.device) -> int:
     """The SMs of a GPU; for other devices, of the GPU that tables are made for ahead of time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
@@ -74,18 +80,74 @@ def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def loaded(kernel: Any, device: torch.device, arguments: Sequence[Any], **options: Any) -> Any:
+    """Compile a kernel for arguments such as these, constants included. Indexed with a grid, the result is a launcher
+    that takes all parameters in order."""
+    if interpreted(kernel):
+        return kernel
+    with on_device(device):
+        return kernel.warmup(*arguments, grid=(1, 1, 1), **options)
+
+
 def prepared(
     kernel: Any, grid: tuple[int, int, int], device: torch.device, arguments: Sequence[Any], num_warps: int
 ) -> Callable[..., None]:
     """Compile and load a kernel and return its launcher for a grid.
 
-    The launcher takes all parameters of the kernel in order, constants included, as `arguments` are. It bypasses
-    Triton's binder, which costs more than the launch itself.
+    The launcher takes all parameters of the kernel in order, constants included, as `arguments` are.
     """
-    if interpreted(kernel):
-        return kernel[grid]
     with on_device(device):
-        return kernel.warmup(*arguments, grid=grid, num_warps=num_warps)[grid]
+        launcher: Callable[..., None] = loaded(kernel, device, arguments, num_warps=num_warps)[grid]
+    return launcher
+
+
+class Constants:
+    """The constants of some launches of a kernel. Two are equal only if they are the same object: make each once."""
+
+    def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: Any) -> None:
+        """`constants`: by parameter of the kernel; all of its constants. `options`: of the compilation."""
+        self.values = tuple([constants[name] for name in kernel.arg_names if name in constants])
+        self.options = options
+
+
+class Launches:
+    """The launches of a kernel; it is compiled once for each device, set of constants, and alignment of its tensors.
+
+    Its parameters are tensors, then numbers with annotated types that are not specialised, then constants. Triton
+    assumes of a tensor whether it is aligned to 16 bytes, so that belongs to what a compiled kernel is found by.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._loaded: dict[tuple[Constants, torch.device, int], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        device: torch.device,
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[int, ...],
+        constants: Constants,
+    ) -> None:
+        """Launch; the dtypes of `tensors` follow from `constants`."""
+        aligned = 1
+        for tensor in tensors:
+            aligned = aligned << 1 | (not tensor.data_ptr() & 15)
+        key = constants, device, aligned
+        kernel = self._loaded.get(key)
+        if kernel is None:
+            arguments = (*tensors, *numbers, *constants.values)
+            kernel = self._loaded[key] = loaded(self._kernel, device, arguments, **constants.options)
+        current = on_device(device)
+        if current is _HERE:
+            kernel[grid](*tensors, *numbers, *constants.values)
+        else:
+            with current:
+                kernel[grid](*tensors, *numbers, *constants.values)
+
+    def forget(self) -> None:
+        """Forget what was compiled. For tests that replace Triton's driver."""
+        self._loaded.clear()
 
 
 class PreparedLaunch:

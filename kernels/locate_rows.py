@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
 from .group_rows import Groups, PhysicalExperts
-from .launch import on_device, runs_on
+from .launch import Constants, Launches, runs_on
 from .pairs_cpu import Pairs
 from .rows import TokenRows, cdiv, power_of_two
 
@@ -24,8 +26,8 @@ def locate_rows_kernel(
     destination_in,  # int32 [physical_experts]
     key_out,  # int32 [tokens, K]
     row_out,  # int32 [tokens, K]
-    tokens,
-    destinations,
+    tokens: tl.int32,
+    destinations: tl.int32,
     K: tl.constexpr,
     KP: tl.constexpr,  # a power of two, no less than K
     TOKENS: tl.constexpr,
@@ -71,14 +73,19 @@ def locate_rows(
         return locate_rows_cpu(physical_expert, place, groups, physical_experts)
     rows = TokenRows(torch.empty_like(physical_expert), torch.empty_like(physical_expert))
     if physical_expert.numel():
-        width = power_of_two(k)
-        block = tokens_at_a_time(width)
-        with on_device(physical_expert.device):
-            locate_rows_kernel[(cdiv(tokens, block),)](
-                physical_expert, place, groups.start, groups.limit, physical_experts.destination,
-                rows.key, rows.row, tokens, destinations, K=k, KP=width, TOKENS=block, num_warps=4,
-            )  # fmt: skip
+        tensors = physical_expert, place, groups.start, groups.limit, physical_experts.destination, *rows[:2]
+        grid = cdiv(tokens, tokens_at_a_time(power_of_two(k))), 1, 1
+        _launches(grid, physical_expert.device, tensors, (tokens, destinations), _constants(k))
     return rows
+
+
+_launches = Launches(locate_rows_kernel)
+
+
+@cache
+def _constants(k: int) -> Constants:
+    width = power_of_two(k)
+    return Constants(locate_rows_kernel, {"K": k, "KP": width, "TOKENS": tokens_at_a_time(width)}, num_warps=4)
 
 
 def tokens_at_a_time(width: int) -> int:

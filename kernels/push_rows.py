@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -10,27 +11,41 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .group_rows import Groups
-from .launch import on_device, runs_on
-from .rows import CHUNK, Buffers, RowLaunch, TokenRows, cdiv, check_rows, power_of_two, row_constants
+from .launch import Constants, Launches, runs_on
+from .rows import (
+    CHUNK,
+    Buffers,
+    RowLaunch,
+    TokenRows,
+    address_of,
+    cdiv,
+    check_rows,
+    power_of_two,
+    row_alignment,
+    row_constants,
+)
 
 MOST_PADDING = 64  # programs that zero the padding of one group
 
 
-@triton.jit(do_not_specialize=["x", "x_stride", "weight_stride", "tokens", "own"])
+@triton.jit(do_not_specialize=["x", "x_stride", "weight_stride", "choice_stride", "tokens", "own"])
 def push_rows_kernel(
-    x,  # address
-    x_stride,  # elements
     key_in,  # int32 [tokens, K]
     row_in,  # int32 [tokens, K]
     buffers,  # int64 [W], addresses
     weights,  # float32 [tokens, K]
-    weight_stride,
     weight_buffers,  # int64 [W], addresses
     offsets,  # int32 [groups]
     counts,  # int64 [groups]
     padded_counts,  # int64 [groups]
-    tokens,
-    own,  # the buffer whose padding is zeroed
+    choice,  # int32 [W]
+    error,  # int64 [1]
+    x: tl.int64,  # address
+    x_stride: tl.int64,  # elements
+    weight_stride: tl.int64,
+    choice_stride: tl.int64,
+    tokens: tl.int32,
+    own: tl.int32,  # the buffer whose padding is zeroed
     K: tl.constexpr,
     H: tl.constexpr,
     COLS: tl.constexpr,
@@ -39,6 +54,7 @@ def push_rows_kernel(
     VEC: tl.constexpr,  # elements
     PADDING: tl.constexpr,  # programs for each group
     HAS_WEIGHTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):
     """Program (t, j) stores block j of token t's row; programs beyond the tokens zero the own groups' padding."""
     t = tl.program_id(0)
@@ -55,7 +71,8 @@ def push_rows_kernel(
             if row >= 0:
                 destination = key // K
                 # An address that was an integer has lost its alignment.
-                target = tl.multiple_of(tl.load(buffers + destination).to(tl.pointer_type(WORD)), ALIGN)
+                base = address_of(buffers, choice, error, choice_stride, destination, True, CHOSEN)
+                target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
                 tl.store(target + row.to(tl.int64) * H + c, words, mask=inside)
                 if HAS_WEIGHTS:
                     if first:
@@ -65,13 +82,33 @@ def push_rows_kernel(
         group = (t - tokens) // PADDING
         end = tl.load(offsets + group).to(tl.int64)
         begin = end - (tl.load(padded_counts + group) - tl.load(counts + group))
-        target = tl.multiple_of(tl.load(buffers + own).to(tl.pointer_type(WORD)), ALIGN)
+        base = address_of(buffers, choice, error, choice_stride, own, True, CHOSEN)
+        target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
         zeros = tl.zeros([COLS], tl.int32).to(WORD)
         for pad in range(begin + (t - tokens) % PADDING, end, PADDING):
             tl.store(target + pad * H + c, zeros, mask=inside)
             if HAS_WEIGHTS:
                 if first:
                     tl.store(tl.load(weight_buffers + own).to(tl.pointer_type(tl.float32)) + pad, 0.0)
+
+
+_launches = Launches(push_rows_kernel)
+
+
+@cache
+def _constants(
+    dtype: torch.dtype,
+    k: int,
+    hidden: int,
+    align: int,
+    launch: RowLaunch,
+    padding: int,
+    has_weights: bool,
+    chosen: bool,
+) -> Constants:
+    constants = row_constants(dtype, hidden, align) | {"K": k, "COLS": launch.columns, "PADDING": padding}
+    constants |= {"HAS_WEIGHTS": has_weights, "CHOSEN": chosen}
+    return Constants(push_rows_kernel, constants, num_warps=launch.num_warps)
 
 
 def push_rows(
@@ -121,14 +158,20 @@ def push_rows(
     each = min(power_of_two(most_padding), MOST_PADDING) if most_padding else 1
     programs = tokens + len(groups.offsets) * each * (most_padding > 0)
     if programs:
-        with on_device(x.device):
-            push_rows_kernel[(programs, cdiv(hidden, launch.columns))](
-                x.data_ptr(), x.stride(0), rows.key, rows.row, table, rows.key if weights is None else weights,
-                0 if weights is None else weights.stride(0), weight_table, groups.offsets, groups.counts,
-                groups.padded_counts, tokens, own, K=k, COLS=launch.columns, PADDING=each,
-                HAS_WEIGHTS=weights is not None, num_warps=launch.num_warps,
-                **row_constants(x.dtype, hidden, bits, x.data_ptr(), x.stride(0) * x.element_size()),
-            )  # fmt: skip
+        address, stride = x.data_ptr(), x.stride(0)
+        align = row_alignment(x.dtype, hidden, bits | address | stride * x.element_size())
+        given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
+        choice = buffers.choice
+        index, error = (rows.key, table) if choice is None else choice
+        _launches(
+            (programs, cdiv(hidden, launch.columns), 1), x.device,
+            (
+                rows.key, rows.row, table, given, weight_table, groups.offsets, groups.counts, groups.padded_counts,
+                index, error,
+            ),
+            (address, stride, weight_stride, index.stride(0), tokens, own),
+            _constants(x.dtype, k, hidden, align, launch, each, weights is not None, choice is not None),
+        )  # fmt: skip
 
 
 def push_rows_cpu(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from ..errors import ArgumentError
 from .addresses import AddressTables
 from .dtypes import WORDS
+from .launch import processors_of
 from .pairs_cpu import Pairs
 
 VECTOR = 16  # bytes of the widest access
@@ -78,30 +80,51 @@ class Buffers:
         addresses, bits = self._addresses
         return self._tables.of(addresses), bits
 
+    @property
+    def choice(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(index, error) of ChosenBuffers; None: destination i has the i-th buffer."""
+        return None
+
 
 class ChosenBuffers(Buffers):
     """One of several buffers of each destination, selected by an index on the device.
 
     Args:
         buffers: all candidate buffers.
-        index: int32 [W], for each destination the index of its buffer among `buffers`.
+        index: int32 [W] of any stride, for each destination the index of its buffer among `buffers`.
+        error: int64 [1]; if it is not 0, the indices are not valid and the first buffer is selected.
     """
 
-    def __init__(self, buffers: Buffers, index: torch.Tensor) -> None:
-        self._candidates, self._index = buffers, index
+    def __init__(self, buffers: Buffers, index: torch.Tensor, error: torch.Tensor) -> None:
+        self._candidates, self._index, self._error = buffers, index, error
         self.shape, self.dtype, self.device = buffers.shape, buffers.dtype, buffers.device
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The selected buffers; reads the index on the host, which synchronises."""
-        return tuple([self._candidates.tensors[i] for i in self._index.tolist()])
+        index = [0] * len(self) if int(self._error) else self._index.tolist()
+        return tuple([self._candidates.tensors[i] for i in index])
 
     def __len__(self) -> int:
         return len(self._index)
 
     def table(self) -> tuple[torch.Tensor, int]:
-        addresses, bits = self._candidates.table()
-        return addresses.index_select(0, self._index), bits
+        """The addresses of all candidates."""
+        return self._candidates.table()
+
+    @property
+    def choice(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._index, self._error
+
+
+@triton.jit
+def address_of(buffers, choice, error, choice_stride, destination, kept, CHOSEN: tl.constexpr):
+    """The address of a destination's buffer, an int64; `kept`: whether there is one. As `Buffers.choice` says."""
+    at = destination
+    if CHOSEN:
+        picked = tl.load(choice + destination.to(tl.int64) * choice_stride, mask=kept, other=0)
+        at = tl.where(tl.load(error) == 0, picked, 0)
+    return tl.load(buffers + at, mask=kept, other=0)
 
 
 @dataclass(frozen=True)
@@ -112,6 +135,7 @@ class RowLaunch:
     num_warps: int
 
     @classmethod
+    @cache
     def for_rows(cls, hidden: int, itemsize: int) -> RowLaunch:
         """4 KiB per program: two 16-byte accesses for each of 128 threads, one for each of 256 on AMD."""
         nbytes = min(4096, power_of_two(hidden * itemsize))
@@ -123,23 +147,21 @@ def power_of_two(x: int) -> int:
     return 1 << max(x - 1, 0).bit_length()
 
 
-def alignment(*bits: int) -> int:
-    """The largest power of two, at most 16, that divides all of these byte counts."""
-    together = VECTOR
-    for value in bits:
-        together |= value
-    return together & -together
-
-
-def row_constants(dtype: torch.dtype, hidden: int, *bits: int) -> dict[str, Any]:
-    """The constants of every kernel over rows; `bits`: addresses and byte strides that the accesses depend on."""
-    align = alignment(hidden * dtype.itemsize, *bits)
+def row_constants(dtype: torch.dtype, hidden: int, bits: int = 0) -> dict[str, Any]:
+    """The constants of every kernel over rows; `bits`: as for `row_alignment`."""
+    align = row_alignment(dtype, hidden, bits)
     return {
         "WORD": WORDS[dtype.itemsize],
         "H": hidden,
         "ALIGN": align,
         "VEC": align // dtype.itemsize,
     }
+
+
+def row_alignment(dtype: torch.dtype, hidden: int, bits: int) -> int:
+    """The alignment of all accesses to rows, in bytes; `bits`: the bitwise or of addresses and of strides in bytes."""
+    together = VECTOR | hidden * dtype.itemsize | bits
+    return together & -together
 
 
 def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype: torch.dtype) -> None:
@@ -159,9 +181,9 @@ def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype:
 
 def programs_of(device: torch.device, most: int) -> int:
     """Programs of a kernel that loops over rows: eight per multiprocessor, at most `most`."""
-    count = 4 if device.type != "cuda" else 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    count = 8 * processors_of(device) if device.type == "cuda" else 4
     return max(1, min(most, count))
 
 
 def cdiv(a: int, b: int) -> int:
-    return triton.cdiv(a, b)
+    return -(-a // b)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -10,8 +12,8 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .dtypes import ELEMENTS, decode, encode
-from .launch import interpreted, on_device, runs_on
-from .rows import CHUNK, PAYLOADS, RowLaunch, check_rows, programs_of, row_constants
+from .launch import Constants, Launches, interpreted, runs_on
+from .rows import CHUNK, PAYLOADS, RowLaunch, check_rows, programs_of, row_alignment, row_constants
 
 
 @triton.jit
@@ -23,13 +25,13 @@ def _row(address, row, stride, WORD: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.
 
 @triton.jit(do_not_specialize=["gate", "up", "out", "gate_stride", "up_stride", "programs"])
 def silu_and_mul_kernel(
-    gate,  # address
-    up,  # address
-    out,  # address
-    gate_stride,  # elements
-    up_stride,  # elements
     num_rows,  # int32 [1]
-    programs,
+    gate: tl.int64,  # address
+    up: tl.int64,  # address
+    out: tl.int64,  # address
+    gate_stride: tl.int64,  # elements
+    up_stride: tl.int64,  # elements
+    programs: tl.int32,
     H: tl.constexpr,
     COLS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -59,17 +61,17 @@ def silu_and_mul_kernel(
     ]
 )  # fmt: skip
 def silu_and_mul_backward_kernel(
-    gradient,  # address
-    gate,  # address
-    up,  # address
-    gate_out,  # address
-    up_out,  # address
-    gradient_stride,  # elements
-    gate_stride,  # elements
-    up_stride,  # elements
     num_rows,  # int32 [1]
-    rows,
-    programs,
+    gradient: tl.int64,  # address
+    gate: tl.int64,  # address
+    up: tl.int64,  # address
+    gate_out: tl.int64,  # address
+    up_out: tl.int64,  # address
+    gradient_stride: tl.int64,  # elements
+    gate_stride: tl.int64,  # elements
+    up_stride: tl.int64,  # elements
+    rows: tl.int32,
+    programs: tl.int32,
     H: tl.constexpr,
     COLS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -127,12 +129,10 @@ def silu_and_mul(
     rows, length = out.shape
     launch = launch or RowLaunch.for_rows(length, out.element_size())
     programs = programs_of(out.device, rows)
-    with on_device(out.device):
-        silu_and_mul_kernel[(programs,)](
-            gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.stride(0), up.stride(0), num_rows, programs,
-            COLS=launch.columns, DTYPE=ELEMENTS[out.dtype], SOFT=interpreted(silu_and_mul_kernel),
-            num_warps=launch.num_warps, **row_constants(out.dtype, length, *_bits(gate, up, out)),
-        )  # fmt: skip
+    align = row_alignment(out.dtype, length, _bits(gate, up, out))
+    numbers = gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.stride(0), up.stride(0), programs
+    constants = _constants(silu_and_mul_kernel, out.dtype, length, align, launch)
+    _launches((programs, 1, 1), out.device, (num_rows,), numbers, constants)
 
 
 def silu_and_mul_backward(
@@ -161,20 +161,28 @@ def silu_and_mul_backward(
         silu_and_mul_backward_cpu(gradient, gate, up, num_rows, gate_out, up_out)
         return
     rows, length = gate_out.shape
-    constants = row_constants(gate_out.dtype, length, *_bits(gradient, gate, up, gate_out, up_out))
+    align = row_alignment(gate_out.dtype, length, _bits(gradient, gate, up, gate_out, up_out))
     if launch is None:
         launch = RowLaunch.for_rows(length, gate_out.element_size())
-        if constants["ALIGN"] == 2 and launch.columns > 1024:
+        if align == 2 and launch.columns > 1024:
             # Single-element accesses: 3 * 16 of them per thread would spill.
             launch = RowLaunch(launch.columns // 2, launch.num_warps)
     programs = programs_of(gate_out.device, rows)
-    with on_device(gate_out.device):
-        silu_and_mul_backward_kernel[(programs,)](
-            gradient.data_ptr(), gate.data_ptr(), up.data_ptr(), gate_out.data_ptr(), up_out.data_ptr(),
-            gradient.stride(0), gate.stride(0), up.stride(0), num_rows, rows, programs,
-            COLS=launch.columns, DTYPE=ELEMENTS[gate_out.dtype], SOFT=interpreted(silu_and_mul_backward_kernel),
-            num_warps=launch.num_warps, **constants,
-        )  # fmt: skip
+    numbers = (
+        gradient.data_ptr(), gate.data_ptr(), up.data_ptr(), gate_out.data_ptr(), up_out.data_ptr(),
+        gradient.stride(0), gate.stride(0), up.stride(0), rows, programs,
+    )  # fmt: skip
+    constants = _constants(silu_and_mul_backward_kernel, gate_out.dtype, length, align, launch)
+    _backward_launches((programs, 1, 1), gate_out.device, (num_rows,), numbers, constants)
+
+
+_launches, _backward_launches = Launches(silu_and_mul_kernel), Launches(silu_and_mul_backward_kernel)
+
+
+@cache
+def _constants(kernel: Any, dtype: torch.dtype, length: int, align: int, launch: RowLaunch) -> Constants:
+    constants = row_constants(dtype, length, align) | {"COLS": launch.columns, "DTYPE": ELEMENTS[dtype]}
+    return Constants(kernel, constants | {"SOFT": interpreted(kernel)}, num_warps=launch.num_warps)
 
 
 def silu_and_mul_cpu(gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -208,9 +216,12 @@ def _pieces(number: int, length: int) -> Iterator[slice]:
     return (slice(first, min(number, first + each)) for first in range(0, number, each))
 
 
-def _bits(*tensors: torch.Tensor) -> list[int]:
-    """The addresses, and the strides between rows in bytes."""
-    return [bits for x in tensors for bits in (x.data_ptr(), x.stride(0) * x.element_size())]
+def _bits(*tensors: torch.Tensor) -> int:
+    """The bitwise or of addresses, and of strides between rows in bytes."""
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr() | x.stride(0) * x.element_size()
+    return bits
 
 
 def _check(out: torch.Tensor, **given: torch.Tensor) -> None:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from .dtypes import ELEMENTS, decode, encode
-from .launch import interpreted, on_device, runs_on
-from .rows import CHUNK, RowLaunch, check_rows, programs_of, row_constants
+from .launch import Constants, Launches, interpreted, runs_on
+from .rows import CHUNK, RowLaunch, check_rows, programs_of, row_alignment, row_constants
 
 
 @triton.jit(do_not_specialize=["gradient", "values", "out", "programs"])
 def weigh_rows_kernel(
-    gradient,  # address
-    values,  # address
-    out,  # address
     weights,  # float32 [rows]
     weight_gradient,  # float32 [rows]
     num_rows,  # int32 [1]
-    programs,
+    gradient: tl.int64,  # address
+    values: tl.int64,  # address
+    out: tl.int64,  # address
+    programs: tl.int32,
     H: tl.constexpr,
     COLS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -74,13 +76,20 @@ def weigh_rows(
         return
     launch = launch or RowLaunch.for_rows(hidden, out.element_size())
     programs = programs_of(out.device, size)
-    with on_device(out.device):
-        weigh_rows_kernel[(programs,)](
-            gradient.data_ptr(), values.data_ptr(), out.data_ptr(), weights, weight_gradient, num_rows, programs,
-            COLS=launch.columns, DTYPE=ELEMENTS[out.dtype], SOFT=interpreted(weigh_rows_kernel),
-            num_warps=launch.num_warps, enable_fp_fusion=False,
-            **row_constants(out.dtype, hidden, gradient.data_ptr(), values.data_ptr(), out.data_ptr()),
-        )  # fmt: skip
+    addresses = gradient.data_ptr(), values.data_ptr(), out.data_ptr()
+    align = row_alignment(out.dtype, hidden, addresses[0] | addresses[1] | addresses[2])
+    tensors, constants = (weights, weight_gradient, num_rows), _constants(out.dtype, hidden, align, launch)
+    _launches((programs, 1, 1), out.device, tensors, (*addresses, programs), constants)
+
+
+_launches = Launches(weigh_rows_kernel)
+
+
+@cache
+def _constants(dtype: torch.dtype, hidden: int, align: int, launch: RowLaunch) -> Constants:
+    constants = row_constants(dtype, hidden, align) | {"COLS": launch.columns, "DTYPE": ELEMENTS[dtype]}
+    constants["SOFT"] = interpreted(weigh_rows_kernel)
+    return Constants(weigh_rows_kernel, constants, num_warps=launch.num_warps, enable_fp_fusion=False)
 
 
 def weigh_rows_cpu(

@@ -23,6 +23,16 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import shardweave.kernels
 from shardweave.bench.workloads import load_workloads
+from shardweave.kernels import (
+    Buffers,
+    ChosenBuffers,
+    PhysicalExperts,
+    TokenRows,
+    combine_rows,
+    group_rows,
+    offer_rows,
+    push_rows,
+)
 from shardweave.kernels.channel import Failure
 from shardweave.kernels.compare_words import WordComparison
 from shardweave.planner import Program, plan
@@ -101,6 +111,7 @@ class Specialisation:
             "combine_rows": (k + c.get("HAS_ADD", 0), 1),
             "weigh_rows": (2, 1),
             "copy_rows": (1, 1),
+            "offer_rows": (1, 1) if c.get("COPY") else (0, 0),
             "fill_rows": (0, 1),
             "silu_and_mul": (2, 1),
             "silu_and_mul_backward": (3, 4),
@@ -320,6 +331,8 @@ def dispatches(layers: Iterable[Layer]) -> Iterator[Run]:
     for layer in layers:
         yield str(layer), partial(_train, layer)
     yield "a window of 8 ranks", _signals
+    for dtype in (torch.bfloat16, torch.float32):
+        yield "a layer of 8 ranks with pooled buffers", partial(_pooled, dtype)
 
 
 def _train(layer: Layer) -> None:
@@ -350,6 +363,29 @@ def _train(layer: Layer) -> None:
     for add, weighted in product((None, xs), (True, False)):
         ys = dispatcher.combine(values, routed, add=add, weighted=weighted)
         every(ys, wide, [torch.empty_like(y) for y in ys], retain_graph=True)
+
+
+def _pooled(dtype: torch.dtype) -> None:
+    """Rows that go to pooled buffers, and experts' outputs that lie in them, or are copied to a window."""
+    size, tokens, k, hidden = 8, 128, 8, 7168
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=_NOWHERE)
+
+    of_all, matrices = ([empty(*shape, dtype=kind) for _ in range(size)] for shape, kind in (
+        ((1024, hidden), dtype), ((size, 258), torch.int32),
+    ))  # fmt: skip
+    chosen = ChosenBuffers(Buffers(of_all), matrices[0][:, -1], empty(1, dtype=torch.int64))
+    physical_experts = PhysicalExperts.divided(tuple(range(0, 257, 32)), _NOWHERE)
+    groups = group_rows(empty(size, 257), physical_experts, 0, 1024)
+    rows, x = TokenRows(empty(tokens, k), empty(tokens, k)), empty(tokens, hidden, dtype=dtype)
+    weights = empty(tokens, k, dtype=torch.float32)
+    numbers = Buffers([empty(1024, dtype=torch.float32)] * size)
+    push_rows(x, rows, chosen, groups, 0, weights, numbers, most_padding=0)
+    for target in (of_all[1], None):
+        offer_rows(of_all[0], target, groups.num_rows, Buffers(matrices), 257, 1)
+    for of_pairs, add in product((weights, None), (x, None)):
+        combine_rows(rows, chosen, empty(tokens, hidden, dtype=dtype), of_pairs, add)
 
 
 def _signals() -> None:

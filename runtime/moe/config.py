@@ -84,7 +84,7 @@ class DispatchConfig:
         ):
             value = getattr(self, name)
             if name != "expert_capacity" or value is not None:
-                self._set(**{name: _whole(name, value, least, most)})
+                self._set(**{name: whole_number(name, value, least, most)})
         for name, allowed in (
             ("overflow", OVERFLOWS),
             ("layout", LAYOUTS),
@@ -212,7 +212,7 @@ def fill_value(zero_rows: bool | None) -> float | None:
     return 0.0 if zero_rows else math.nan if requested_poison() else None
 
 
-def _whole(name: str, value: object, least: int, most: int) -> int:
+def whole_number(name: str, value: object, least: int, most: int) -> int:
     """Return `value` as an int; accepts numpy's integers."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def round_up(number: int, align: int) -> int:
 
 def _capacity_rows(name: str, capacity: int | float, share: float) -> int:
     if not isinstance(capacity, float):
-        return _whole(name, capacity, 0, MOST_ROWS)
+        return whole_number(name, capacity, 0, MOST_ROWS)
     if not 0 <= capacity < math.inf:
         of = "max_tokens * top_k" if name == "capacity" else "max_tokens * top_k / ranks"
         raise ArgumentError(f"{name}: {capacity!r}; allowed: rows (int) or a factor of {of} (float)")
@@ -251,7 +251,7 @@ def _place_experts(
     if len(expert_map) != ranks:
         raise ArgumentError(f"expert_map: lists for {len(expert_map)} ranks; allowed: one for each of {ranks}")
     placed = [
-        (rank, _whole(f"expert_map[{rank}]", expert, 0, num_experts - 1))
+        (rank, whole_number(f"expert_map[{rank}]", expert, 0, num_experts - 1))
         for rank, experts in enumerate(expert_map)
         for expert in experts
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,9 @@ class ExpertParallel(ParallelStyle):
 
     For a module whose parameters have the experts along dim 0, and whose `forward(x, offsets)` maps x [R, H], rows
     grouped by expert, to [R, H]. offsets, int32 [E_local], are the ends of the groups, as `torch._grouped_mm` takes
-    them; rows past the last are zero with `zero_rows=True` and otherwise not initialised. Afterwards
+    them; rows past the last are zero with `zero_rows=True` and otherwise not initialised. A forward whose third
+    parameter is named `out` also gets memory for its result, `RoutedTokens.output_buffer()`, or None where gradients
+    are recorded; if it returns that tensor, the combine need not copy it. Afterwards
 
     - the module is called as `experts(x, topk_ids, topk_weights)`, with local tensors [T, H], [T, K] and [T, K] and no
       keyword arguments, and returns each token's weighted sum, [T, H];
@@ -100,7 +103,8 @@ class ExpertParallel(ParallelStyle):
             transport=self._transport,
             **settings,
         )
-        flow = _Flow(dispatcher, self._replicated_over)
+        lends = [*inspect.signature(module.forward).parameters][2:3] == ["out"]
+        flow = _Flow(dispatcher, self._replicated_over, lends)
         module.token_dispatcher = dispatcher  # type: ignore[assignment]
         # The hooks' results replace inputs and outputs, which the annotations of distribute_module do not allow.
         dispatch: Any = flow.dispatch
@@ -119,8 +123,8 @@ def _shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 class _Flow:
     """The forward hooks of one module; holds the dispatch between them."""
 
-    def __init__(self, dispatcher: TokenDispatcher, replicated_over: DeviceMesh | None) -> None:
-        self._dispatcher, self._replicated_over = dispatcher, replicated_over
+    def __init__(self, dispatcher: TokenDispatcher, replicated_over: DeviceMesh | None, lends: bool) -> None:
+        self._dispatcher, self._replicated_over, self._lends = dispatcher, replicated_over, lends
         self._tokens = 0
         self._routed: RoutedTokens | None = None
         self._kept: AbstractContextManager[Any] = nullcontext()
@@ -136,7 +140,10 @@ class _Flow:
         self._routed = self._dispatcher.dispatch(x, ids, weights)
         self._kept = self._routed.kept()
         self._kept.__enter__()
-        return self._routed.x, self._routed.offsets
+        given = self._routed.x, self._routed.offsets
+        if not self._lends:
+            return given
+        return *given, None if torch.is_grad_enabled() else self._routed.output_buffer()
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         kept, self._kept = self._kept, nullcontext()

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from ...kernels import on_device
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord
+from .engine import engine_of
 from .redispatch import RowsAgain, unpack
 
 
@@ -67,6 +69,40 @@ class RoutedTokens:
         if self._again is None:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._again.pack(self.x), unpack)
+
+    def output_buffer(self) -> torch.Tensor:
+        """Return memory for the experts' output that `combine` does not copy, where the transport has such memory.
+
+        The shape, dtype and device are those of `x`; the memory is not initialised and requires no gradient. Write the
+        output to it once, then pass this tensor itself to `combine`:
+
+            out = routed.output_buffer()
+            torch._grouped_mm(h, w2, offs=routed.offsets, out_dtype=out.dtype, out=out)  # or another kernel of yours
+            y = dispatcher.combine(out, routed)
+
+        Where gradients are recorded, torch refuses `out=`: write within the forward of a `torch.autograd.Function`, or
+        in place, such as `out.copy_(output)`, which costs the copy.
+
+        - Peers read the memory after `combine` has returned. Do not write to it from then on: ask for another buffer,
+          which is free of readers.
+        - Parts of it, transposed views and results computed from it are values like any others: `combine` copies them.
+          So it does with batched outputs of ranks that have fewer physical experts than others.
+        - With transport="symmetric_memory" it is one of the `pooled_buffers`, in use until the last tensor on it is
+          gone, and while peers read it: in training with weighted=True until backward. If all are in use it is ordinary
+          memory, which `combine` copies; `shardweave.stats().copies` counts both. With "shared_memory" it is always
+          memory that peers read. Other transports send copies of rows anyway.
+        - Under `torch.compile` it is memory of the graph.
+
+        Raises:
+            ArgumentError: the dispatcher was destroyed.
+        """
+        if torch.compiler.is_compiling():
+            return torch.empty_like(self.x, requires_grad=False)
+        handle, me = self._source
+        transfer = next(t for t in engine_of(handle).transfers if t.me == me)
+        with on_device(transfer.device):
+            rows = transfer.output_rows()[: self.x.shape[:-1].numel()].view(self.x.shape)
+        return rows.detach()  # not a view: functions may write it in place
 
     @property
     def offsets(self) -> torch.Tensor:

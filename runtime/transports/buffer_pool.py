@@ -76,9 +76,12 @@ class BufferPool:
         self._addresses = {piece.data_ptr(): i for i, piece in enumerate(self._own)}
         self._free, self._of_graphs = deque(reversed(range(number))), deque[int]()
         self._streams: list[Any] = [None] * number
+        self._lent: set[int] = set()
 
-    def take(self) -> torch.Tensor | None:
+    def take(self, lend: bool = False) -> torch.Tensor | None:
         """Return a piece of this rank, uint8, in use until the last tensor on it is gone; None if all are in use.
+
+        With `lend` it is for the caller of this library to write: see `lent`.
 
         On a GPU it belongs to the current stream, as torch's own memory does. A piece taken in the capture of a CUDA
         graph, whose replays write it, is reused only in captures.
@@ -94,6 +97,7 @@ class BufferPool:
             if last is not None and last != stream and not captures:
                 stream.wait_stream(last)
             self._streams[number] = stream
+        (self._lent.add if lend else self._lent.discard)(number)
         return _Buffer(self._own[number], self._of_graphs if captures else self._free, number).tensor()
 
     def _taken(self, captures: bool) -> int | None:
@@ -105,3 +109,8 @@ class BufferPool:
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the piece that a tensor starts at; None if there is none."""
         return self._addresses.get(tensor.data_ptr())
+
+    def lent(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of the piece that a tensor starts at if it was taken with `lend`, else None."""
+        number = self.number(tensor)
+        return number if number in self._lent else None

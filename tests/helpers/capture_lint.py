@@ -3,14 +3,12 @@
 Refused are: memory made on the host for the device or copied to it, kernels compiled or loaded, windows allocated, and
 reads of device values (`SyncGuard`). For tests with interpreted kernels on CPU tensors, which take the place of a GPU.
 
-The interpreter compiles nothing. So each launch through Triton's binder gets the key that the binder of the installed
-version gives it: constants, types of arguments, and which are 1 or multiples of 16. A key that is new in a capture is a
-kernel that a GPU would compile there.
+The interpreter compiles nothing, so kernels count as compiled where `launch.loaded` returns them. A launch through
+Triton's own binder, which compiles what it does not find, is refused as well.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,9 +17,7 @@ from unittest.mock import patch
 
 import torch
 from sync_guard import SyncGuard
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime import interpreter, jit
+from triton.runtime import interpreter
 
 from shardweave.kernels import launch as launch_module
 from shardweave.kernels.addresses import AddressTables
@@ -33,68 +29,48 @@ FACTORIES = ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "empt
 
 
 class Keys:
-    """The keys of the launches of a process through Triton's binder. Make it before anything is bound."""
+    """The launches of a process. Make it before anything is bound."""
 
     def __init__(self) -> None:
-        self.known: set[tuple[Any, ...]] = set()
-        self.launches = self.prepared = 0  # launches by the binder, and of prepared kernels
+        self.launches = self.prepared = 0  # launches by the binder, and of kernels that were loaded before
         self.refuse: Callable[[str], None] | None = None
-        self._binders: dict[Any, Callable[..., Any]] = {}
-        self._direct = 0  # launches of prepared kernels that are under way: they bypass the binder
-        self._backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._direct = 0  # launches of the latter that are under way
         call = interpreter.GridExecutor.__call__
 
         def launched(executor: Any, *arguments: Any, **named: Any) -> Any:
             if not self._direct:
-                self._note(executor.fn, arguments, named)
+                self.launches += 1
+                if self.refuse is not None:
+                    self.refuse(f"Triton's binder launches a kernel: {executor.fn.__qualname__}")
             return call(executor, *arguments, **named)
 
         interpreter.GridExecutor.__call__ = launched
-        prepared = launch_module.prepared
+        loaded = launch_module.loaded
 
-        def preparing(*arguments: Any) -> Callable[..., None]:
+        def loading(kernel: Any, *arguments: Any, **options: Any) -> _Loaded:
             if self.refuse is not None:
-                self.refuse("a kernel is compiled and loaded")
-            start = prepared(*arguments)
+                self.refuse(f"a kernel is compiled and loaded: {kernel}")
+            return _Loaded(self, loaded(kernel, *arguments, **options))
 
-            def direct(*values: Any) -> None:
-                self._direct += 1
-                self.prepared += 1
-                try:
-                    start(*values)
-                finally:
-                    self._direct -= 1
-
-            return direct
-
-        for name, module in list(sys.modules.items()):
-            if name.startswith("shardweave.kernels.") and getattr(module, "prepared", None) is prepared:
-                module.prepared = preparing  # type: ignore[attr-defined]
-
-    def _note(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        binder = self._binders.get(function)
-        if binder is None:
-            kernel = self._kernel_of(function)
-            binder = jit.create_function_from_signature(kernel.signature, kernel.params, self._backend)
-            self._binders[function] = binder
-        bound, specialization, options = binder(*arguments, **named)
-        key = function.__qualname__, str(specialization), str(options), str(_constants(specialization, bound))
-        self.launches += 1
-        if key not in self.known and self.refuse is not None:
-            self.refuse(f"a kernel is compiled: {key}")
-        self.known.add(key)
-
-    @staticmethod
-    def _kernel_of(function: Any) -> Any:
-        """The function as it is decorated where kernels are compiled."""
-        decorated = getattr(sys.modules[function.__module__], function.__name__)
-        accepted = inspect.signature(jit.JITFunction.__init__).parameters
-        return jit.JITFunction(function, **{k: v for k, v in decorated.kwargs.items() if k in accepted})
+        launch_module.loaded = loading
 
 
-def _constants(specialization: Any, bound: dict[str, Any]) -> dict[str, Any]:
-    kinds = zip(bound.items(), specialization, strict=False)
-    return {name: value for (name, value), kind in kinds if kind[0] == "constexpr"}
+class _Loaded:
+    """A kernel that is launched without the binder."""
+
+    def __init__(self, keys: Keys, kernel: Any) -> None:
+        self._keys, self._kernel = keys, kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def direct(*values: Any) -> None:
+            self._keys._direct += 1
+            self._keys.prepared += 1
+            try:
+                self._kernel[grid](*values)
+            finally:
+                self._keys._direct -= 1
+
+        return direct
 
 
 class PretendedCapture(SyncGuard):

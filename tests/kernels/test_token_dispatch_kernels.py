@@ -78,9 +78,10 @@ def test_sendrecv_launches_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     start = InterpretedFunction.__getitem__
 
     def noted(kernel: Any, grid: Any) -> Any:
-        def launch(*given: Any, **constants: Any) -> Any:
-            launched.add((kernel.fn.__name__, frozenset((name, str(value)) for name, value in constants.items())))
-            return start(kernel, grid)(*given, **constants)
+        def launch(*given: Any) -> Any:
+            constants = frozenset((n, str(v)) for n, v in zip(kernel.arg_names, given, strict=True) if n.isupper())
+            launched.add((kernel.fn.__name__, constants))
+            return start(kernel, grid)(*given)
 
         return launch
 

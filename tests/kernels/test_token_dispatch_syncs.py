@@ -92,7 +92,6 @@ PUSHED, EXACT, FIXED = {"one_sided": True}, {"one_sided": False}, {"one_sided": 
 def test_dispatch_does_not_synchronise(device, algorithm, monkeypatch):
     """Except for the one read of counts with chunks of exact size."""
     if algorithm is EXACT and device == "cpu":
-        monkeypatch.setattr(SendRecvTransfer, "_planned", on_the_host(SendRecvTransfer._planned))
         monkeypatch.setattr(sendrecv, "_sizes", on_the_host(sendrecv._sizes))
     elif algorithm is EXACT:
         monkeypatch.setattr(SendRecvTransfer, "_read", read_unguarded(SendRecvTransfer._read))
@@ -130,7 +129,6 @@ def read_unguarded(read: Callable[..., Any]) -> Callable[..., Any]:
 def test_sync_guard_covers_all_verbs(device, verb, one_sided, monkeypatch):
     if device == "cuda":
         pytest.skip("of the guard on the CPU")
-    monkeypatch.setattr(SendRecvTransfer, "_planned", on_the_host(SendRecvTransfer._planned))
     monkeypatch.setattr(sendrecv, "_sizes", on_the_host(sendrecv._sizes))
     d = VirtualTokenDispatcher(
         3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, one_sided=one_sided

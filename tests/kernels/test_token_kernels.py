@@ -181,10 +181,29 @@ def test_chosen_buffers(device):
     """ChosenBuffers with a column of a matrix as the index."""
     buffers = Buffers([torch.zeros(2, 3, device=device) for _ in range(6)])
     received = i32([[9, 5], [9, 0], [9, 2]], device)
-    chosen = ChosenBuffers(buffers, received[:, 1])
+    error = torch.zeros(1, dtype=torch.int64, device=device)
+    chosen = ChosenBuffers(buffers, received[:, 1], error)
     assert [t.data_ptr() for t in chosen.tensors] == [buffers.tensors[i].data_ptr() for i in (5, 0, 2)]
     table, bits = chosen.table()
-    assert table.tolist() == [buffers.tensors[i].data_ptr() for i in (5, 0, 2)] and bits == buffers.table()[1]
+    assert table.tolist() == [b.data_ptr() for b in buffers.tensors] and bits == buffers.table()[1]
+    # Two tokens for each of three destinations, by kernels as by CPU paths: rows 0 and 1.
+    key, row = i32([[0], [0], [1], [1], [2], [2]], device), i32([[0], [1]] * 3, device)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    groups = Groups(none.int(), none.int(), none.int(), none, none, i32([0], device), none)
+    x = torch.arange(1.0, 19.0, device=device).view(6, 3)
+    for failed, wanted in ((0, (5, 0, 2)), (1, (0, 0, 0))):
+        error.fill_(failed)
+        for buffer in buffers.tensors:
+            buffer.zero_()
+        push_rows(x, TokenRows(key, row), chosen, groups, 0, most_padding=0)
+        whole = torch.stack(buffers.tensors)
+        assert [i for i in range(6) if whole[i].any()] == sorted(set(wanted))
+        if not failed:
+            same(torch.cat([whole[i] for i in wanted]), x)
+        out = torch.empty_like(x)
+        combine_rows(TokenRows(key, row), chosen, out)
+        same(out, torch.cat([whole[i] for i in wanted]))
+    error.fill_(0)
     assert (len(chosen), chosen.shape, chosen.dtype) == (3, (2, 3), torch.float32)
 
 

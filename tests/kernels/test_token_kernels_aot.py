@@ -34,13 +34,13 @@ from shardweave.kernels.weigh_rows import weigh_rows_kernel
 pytestmark = pytest.mark.aot
 
 POINTERS = {
-    "*i64": "buffers matrices weight_buffers counts_out padded_out overflow_out counts padded_counts",
+    "*i64": "buffers matrices weight_buffers counts_out padded_out overflow_out counts padded_counts error words",
     "*i32": (
         "expert_table expert_out block_counts block_bad expert_in place_in place_out start_in limit_in destination_in "
-        "key_in row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets num_rows"
+        "key_in row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets num_rows "
+        "choice matrix_out"
     ),
     "*fp32": "weights weight_gradient",
-    "i64": "x out add gradient values",
 }
 POINTER_OF = {name: kind for kind, names in POINTERS.items() for name in names.split()}
 
@@ -48,8 +48,9 @@ POINTER_OF = {name: kind for kind, names in POINTERS.items() for name in names.s
 def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
     if not isinstance(kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
-    kinds = {**POINTER_OF, **pointers}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    numbers = {p.name: p.annotation_type for p in kernel.params if p.annotation_type}
+    kinds = {**POINTER_OF, **numbers, **pointers}
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
     # What torch allocates is aligned, as the launcher finds it.
     aligned = [name for name, kind in signature.items() if kind.startswith("*")]
     return aot.compile_kernel(kernel, target, constants, signature, aligned)
@@ -109,7 +110,7 @@ def wide(compiled, target: str) -> tuple[int, int]:
 @each_target
 @pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
 def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
-    constants = {**row_launch(dtype, hidden), "K": k, "PADDING": 8, "HAS_WEIGHTS": True}
+    constants = {**row_launch(dtype, hidden), "K": k, "PADDING": 8, "HAS_WEIGHTS": True, "CHOSEN": False}
     compiled = compile_kernel(push_rows_kernel, target, constants)
     assert_no_spill(compiled, target)
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
@@ -135,7 +136,7 @@ def fused_operations(compiled) -> list[str]:
 @pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
 def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
     constants = {**row_launch(dtype, hidden), "K": k, "DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "HAS_ADD": True}
-    constants |= {"SOFT": False, "enable_fp_fusion": False}
+    constants |= {"SOFT": False, "enable_fp_fusion": False, "CHOSEN": True}
     compiled = compile_kernel(combine_rows_kernel, target, constants)
     assert_no_spill(compiled, target)
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
@@ -178,10 +179,10 @@ def test_rows_of_any_length_compile(target, hidden):
     dtype = torch.bfloat16
     width = {1: 2, 3: 2, 2500: 8, 20: 8}[hidden]
     assert row_constants(dtype, hidden)["ALIGN"] == width
-    push = {**row_launch(dtype, hidden), "K": 3, "PADDING": 8, "HAS_WEIGHTS": False}
+    push = {**row_launch(dtype, hidden), "K": 3, "PADDING": 8, "HAS_WEIGHTS": False, "CHOSEN": True}
     assert_no_spill(compile_kernel(push_rows_kernel, target, push), target)
     combine = {**row_launch(dtype, hidden), "K": 3, "DTYPE": tl.bfloat16, "HAS_WEIGHTS": False, "HAS_ADD": False}
-    combine |= {"SOFT": False, "enable_fp_fusion": False}
+    combine |= {"SOFT": False, "enable_fp_fusion": False, "CHOSEN": False}
     compiled = compile_kernel(combine_rows_kernel, target, combine)
     assert_no_spill(compiled, target)
     if hidden == 2500:

@@ -212,21 +212,74 @@ def launches_that_are_wrong(stub: StubDriver) -> int:
     return found
 
 
+def launches_of_tokens(stub: StubDriver) -> int:
+    """A layer and its backward on virtual ranks, with many tokens and few, aligned and not."""
+    from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+
+    launches, seen, call = 0, set(), launch.Launches.__call__
+
+    def checked(prepared: Any, grid: Any, device: Any, tensors: Any, numbers: Any, constants: Any) -> None:
+        nonlocal launches
+        call(prepared, grid, device, tensors, numbers, constants)
+        kernel, launched = prepared._kernel, stub.launches[-1]
+        params = [p for p in kernel.params if not p.is_constexpr]
+        assert launched.kernel == kernel.__name__ and len(params) == len(tensors) + len(numbers)
+        block = (32 * constants.options["num_warps"], 1, 1)
+        assert (launched.grid, launched.block, launched.stream) == (grid, block, STREAM), launched
+        given = [t.data_ptr() for t in tensors] + list(numbers)
+        sizes = [8] * len(tensors) + [{"i32": 4, "i64": 8}[p.annotation_type] for p in params[len(tensors) :]]
+        *arguments, _, _ = launched.arguments
+        assert [len(argument) for argument in arguments] == sizes, (kernel, arguments)
+        for param, argument, value, size in zip(params, arguments, given, sizes, strict=True):
+            assert int.from_bytes(argument, "little") == value % (1 << 8 * size), (kernel, param.name)
+        assert all(-(1 << 8 * size - 1) <= value < 1 << 8 * size - 1 for value, size in zip(given, sizes, strict=True))
+        compiled = next(k for key, k in prepared._loaded.items() if key[0] is constants and _holds(k, kernel, given))
+        assert launched.shared_bytes == compiled.metadata.shared
+        launches += 1
+        seen.add(kernel.__name__)
+
+    launch.Launches.__call__ = checked  # type: ignore[method-assign]
+    try:
+        for tokens, odd in ((200, False), (3, True)):
+            d = VirtualTokenDispatcher(
+                2, num_experts=5, top_k=7, hidden=24, max_tokens=tokens, align=4, overflow="drop", zero_rows=True
+            )
+            xs = [memory(torch.bfloat16, tokens * 25, int(odd))[: tokens * 25].view(tokens, 25)[:, :24]] * 2
+            ids = [memory(torch.int64, tokens * 7, int(odd))[: tokens * 7].view(tokens, 7)] * 2
+            xs, weights = ([x.requires_grad_() for x in v] for v in (xs, [torch.rand(tokens, 7) for _ in xs]))
+            routed = d.dispatch(xs, ids, weights)
+            ys = d.combine([r.x * 1 for r in routed], routed, add=xs)
+            torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+    finally:
+        launch.Launches.__call__ = call  # type: ignore[method-assign]
+    assert launches > 40
+    return len(seen)
+
+
+def _holds(compiled: Any, kernel: Any, given: list[int]) -> bool:
+    """Whether the arguments are what a kernel was compiled for; every other one would make a GPU fault."""
+    for (at, *_), attributes in compiled.src.attrs.items():
+        if any(a != "tt.divisibility" or given[at] % divisor for a, divisor in attributes):
+            return False
+    return True
+
+
 FUNCTIONS = {
     launches_of_boxes: 8,
     launches_of_signals: 12,
     launches_of_comparisons: 4,
     launches_that_are_wrong: 4,
 }
+LONG = {launches_of_tokens: 11}
 
 
-def run_all() -> dict[str, int | str]:
+def run_all(functions: dict[Callable[..., int], int]) -> dict[str, int | str]:
     """What each function returns, or its error. For a process of its own."""
     ended: dict[str, int | str] = {}
     with tempfile.TemporaryDirectory(prefix="shardweave-stub-") as folder:
         stub = StubDriver(Path(folder))
         kernels_on_the_cpu()
-        for function in FUNCTIONS:
+        for function in functions:
             try:
                 ended[function.__name__] = function(stub)
             except Exception:
@@ -236,6 +289,10 @@ def run_all() -> dict[str, int | str]:
 
 @pytest.fixture(scope="module")
 def ended() -> dict[str, int | str]:
+    return ended_in_a_process("FUNCTIONS")
+
+
+def ended_in_a_process(functions: str) -> dict[str, int | str]:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: its driver is loaded, not a stub")
     if compiler() is None:
@@ -244,7 +301,7 @@ def ended() -> dict[str, int | str]:
     paths = [str(here), str(here.parent / "helpers"), os.environ.get("PYTHONPATH", "")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = run_python(
-        [sys.executable, "-c", "import test_triton_launcher as t; print(t.run_all())"], timeout=300,
+        [sys.executable, "-c", f"import test_triton_launcher as t; print(t.run_all(t.{functions}))"], timeout=600,
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
@@ -254,3 +311,8 @@ def ended() -> dict[str, int | str]:
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_launcher_passes_arguments_on(function: Callable[..., int], ended: dict[str, int | str]) -> None:
     assert ended[function.__name__] == FUNCTIONS[function]
+
+
+@pytest.mark.long
+def test_launcher_passes_arguments_of_token_kernels_on() -> None:
+    assert ended_in_a_process("LONG") == {function.__name__: kernels for function, kernels in LONG.items()}

@@ -5,7 +5,6 @@ Importing this module needs torch 2.15 or newer.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ....errors import ArgumentError, shown
-from ..config import MOST_ROWS
+from ..config import MOST_ROWS, whole_number
 from ..engine import device_of
 from .checks import check_expert_tokens, check_layout, check_out, check_outputs, check_tokens, check_topk_idx
 from .engine import RoutingHandle, SwitchEngine
@@ -98,10 +97,12 @@ class TokenSwitch(_token_switch.TokenSwitch):
                 f"process_group: {shown(process_group)}; allowed: a process group with this rank, a 1-D DeviceMesh, or "
                 "None"
             )
-        self._max_dispatch = _whole("max_dispatch_tokens_per_rank", max_dispatch_tokens_per_rank, 0, MOST_TOKENS)
+        self._max_dispatch = whole_number("max_dispatch_tokens_per_rank", max_dispatch_tokens_per_rank, 0, MOST_TOKENS)
         # torch's autograd functions read this name.
-        self._max_recv_tokens_per_rank = _whole("max_recv_tokens_per_rank", max_recv_tokens_per_rank, 0, MOST_ROWS)
-        self._max_token_bytes = _whole("max_token_bytes", max_token_bytes, 1, MOST_BYTES)
+        self._max_recv_tokens_per_rank = whole_number(
+            "max_recv_tokens_per_rank", max_recv_tokens_per_rank, 0, MOST_ROWS
+        )
+        self._max_token_bytes = whole_number("max_token_bytes", max_token_bytes, 1, MOST_BYTES)
         self._engine = SwitchEngine(
             process_group,
             num_experts,
@@ -193,7 +194,7 @@ class TokenSwitch(_token_switch.TokenSwitch):
             elif max_recv_tokens is None:
                 raise ArgumentError(f"max_recv_tokens: None, without out; allowed: the rows of the results, {least} up")
             else:
-                max_recv_tokens = _whole("max_recv_tokens", max_recv_tokens, least, MOST_ROWS)
+                max_recv_tokens = whole_number("max_recv_tokens", max_recv_tokens, least, MOST_ROWS)
         if out is None:
             results: Outputs = _Dispatch.apply(self._engine, handle, tokens, topk_weights, max_recv_tokens)
             if results[0].requires_grad:
@@ -375,13 +376,3 @@ def _default_device(group: dist.ProcessGroup | DeviceMesh | None) -> torch.devic
     else:
         kind = "cuda" if dist.is_initialized() and "nccl" in dist.get_backend_config(group) else "cpu"
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else device_of(kind)
-
-
-def _whole(name: str, value: object, least: int, most: int) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool | torch.Tensor) or not least <= number <= most:
-        raise ArgumentError(f"{name}: {shown(value)}; allowed: a whole number, {least} to {most}")
-    return number

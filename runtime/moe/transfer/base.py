@@ -249,6 +249,10 @@ class TokenTransfer:
         """Return memory for the rows of a dispatch, [rows, H]."""
         return self._new_rows()
 
+    def output_rows(self) -> torch.Tensor:
+        """Return memory for the experts' output, [rows, H], which `combine` copies the least of."""
+        return self._new_rows()
+
     def _new_rows(self) -> torch.Tensor:
         return self._empty((self.config.rows, self.config.hidden), self.config.dtype)
 

@@ -1,7 +1,8 @@
 """SendRecvTransfer: a rank on a two-sided transport; rows travel in one chunk of exact size per destination.
 
 A chunk holds a sender's rows for a destination in order of physical expert, token and k. Its size follows from the
-counts of all ranks, which the host reads once per dispatch; nothing else waits for the device. Sums are those of
+counts of all ranks. All is laid out on the device; the host reads the sizes once per dispatch, and nothing else waits
+for the device. Sums are those of
 `combine_rows` over the returned chunks, so destinations are summed in the same order as on other transports.
 
 Messages carry a fingerprint of their operation, so that no rank takes the chunk of another.
@@ -14,15 +15,13 @@ from typing import Any
 
 import torch
 
-from ....kernels import Buffers, CountedPairs, Groups, PhysicalExperts, locate_rows, padding_rows, push_rows
+from ....kernels import Buffers, CountedPairs, Groups, locate_rows, push_rows
 from ...statistics import stats
 from ...transports.base import TwoSidedTransport
 from ...transports.comm_requests import Transfer
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
 from .base import ROUTING, Delivery, Read, Steps, TokenTransfer
-
-_HOST = torch.device("cpu")
 
 
 class SendRecvTransfer(TokenTransfer):
@@ -31,7 +30,7 @@ class SendRecvTransfer(TokenTransfer):
     transport: TwoSidedTransport
 
     in_chunks = True
-    algorithm = "one chunk of exact size per pair of ranks; the host reads the counts once per dispatch"
+    algorithm = "one chunk of exact size per pair of ranks; the host reads their sizes once per dispatch"
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
@@ -47,7 +46,9 @@ class SendRecvTransfer(TokenTransfer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._host_physical_experts = PhysicalExperts.divided(self.config.bounds, _HOST)
+        with torch.inference_mode(False):
+            self._bounds = torch.tensor(self.config.bounds, device="cpu").to(self.device)
+            self._row = torch.arange(self.config.rows, device=self.device)
         self._group = self.transport.group_order(self.ranks)
 
     def _share(
@@ -63,37 +64,39 @@ class SendRecvTransfer(TokenTransfer):
         return own, received
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
-        on_host = self._read(matrix)
         groups = self._grouped(matrix, self.physical_experts)
-        chunks, starts = self._planned(on_host, groups if self.device == _HOST else None)
-        chunks = chunks._replace(places=self._upload(chunks.places))
-        in_chunks = groups._replace(start=self._upload(starts))
-        rows = locate_rows(counted.physical_expert, counted.place, in_chunks, self.physical_experts)
-        return DispatchRecord(weights, groups, rows, matrix, chunks)
+        sizes, places, start = self._laid_out(matrix, groups)
+        rows = locate_rows(counted.physical_expert, counted.place, groups._replace(start=start), self.physical_experts)
+        sends, receives, padding = self._read(sizes).split((self.config.ranks, self.config.ranks, 1))
+        return DispatchRecord(weights, groups, rows, matrix, Chunks(sends, receives, padding, places))
 
-    def _planned(self, matrix: torch.Tensor, groups: Groups | None) -> tuple[Chunks, torch.Tensor]:
-        """Return the chunks, and the first row of each physical expert in all of this rank's chunks, int32 [S].
+    def _laid_out(self, matrix: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Lay out the chunks on the device, in tensors of fixed shapes.
 
-        Computes on the host, where `matrix` and `groups` are.
+        Returns:
+            int64 [2 W + 1]: rows to each destination, rows from each source, padding rows of this rank's buffer.
+            `Chunks.places`.
+            int32 [S]: the first row of each physical expert in all of this rank's chunks.
         """
-        if groups is None:
-            groups = self._grouped(matrix, self._host_physical_experts)
-        sent = torch.nn.functional.pad(groups.limit.long().cumsum(0), (1, 0))
-        sends = sent[torch.tensor(self.config.bounds, device="cpu")].diff()
+        ends = groups.limit.cumsum(0)
+        sent = torch.nn.functional.pad(ends, (1, 0))
         # For the own physical experts, by source: earlier sources' rows, this source's kept rows, where they begin.
         low, high = self.config.bounds[self.me : self.me + 2]
         counts = matrix[:, low:high].long()
         before = counts.cumsum(0) - counts
         received = torch.minimum((groups.counts - before).clamp(min=0), counts)
-        begin = (groups.offsets.long() - groups.padded_counts + before).flatten()
-        lengths = received.flatten()
-        rows = (begin - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-        rows += torch.arange(len(rows), device="cpu")
-        padding = padding_rows(groups)
-        places = torch.zeros(self.config.rows, dtype=torch.int64, device="cpu")
-        places[: len(rows)] = rows
-        places[len(rows) : len(rows) + len(padding)] = padding
-        return Chunks(sends, received.sum(1), torch.tensor([len(padding)], device="cpu"), places), sent[:-1].int()
+        first = groups.offsets - groups.padded_counts
+        padding = groups.padded_counts - groups.counts
+        sizes = torch.cat((sent[self._bounds].diff(), received.sum(1), padding.sum().view(1)))
+        # Rows arrive in runs of one source and expert; the padding of each group follows as one run more.
+        begins = torch.cat(((first + before).flatten(), first + groups.counts))
+        lengths = torch.cat((received.flatten(), padding))
+        if not len(lengths):
+            return sizes, torch.zeros_like(self._row), sent[:-1].int()
+        run_ends = lengths.cumsum(0)
+        run = torch.searchsorted(run_ends, self._row, right=True).clamp_(max=len(lengths) - 1)
+        places = begins[run] + self._row - (run_ends - lengths)[run]
+        return sizes, torch.where(self._row < run_ends[-1], places, 0), sent[:-1].int()
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         assert delivery.record.chunks is not None
@@ -151,26 +154,20 @@ class SendRecvTransfer(TokenTransfer):
             group=self._group,
         )
 
-    def _read(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the matrix on the host; waits for it.
+    def _read(self, sizes: torch.Tensor) -> torch.Tensor:
+        """Return the sizes on the host; waits for them.
 
         Raises:
-            TransportError: it belongs to another call, or did not arrive.
+            TransportError: they belong to another call, or did not arrive.
         """
         stats().host_reads["counts of a token dispatch"] += 1
-        if matrix.device.type != "cuda":
-            return matrix
-        host = torch.empty(matrix.shape, dtype=matrix.dtype, pin_memory=True, device="cpu")
-        host.copy_(matrix, non_blocking=True)
-        torch.cuda.current_stream(matrix.device).synchronize()
+        if sizes.device.type != "cuda":
+            return sizes
+        host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True, device="cpu")
+        host.copy_(sizes, non_blocking=True)
+        torch.cuda.current_stream(sizes.device).synchronize()
         self.transport.check()
         return host
-
-    def _upload(self, host: torch.Tensor) -> torch.Tensor:
-        """Copy to the device without waiting."""
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
 
 
 def _sizes(chunks: Chunks) -> tuple[list[int], list[int], int]:

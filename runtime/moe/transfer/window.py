@@ -4,8 +4,10 @@ A group's window holds the counts of all ranks, then the weights of the rows tha
 same offsets on all ranks. A dispatch enters it, has one barrier when the counts are there and one when the rows are,
 copies what arrived, and leaves. With its counts a rank sends which buffer it wants its rows in: one of its pooled
 buffers (`BufferPool`), where they stay, or, while all of these are in use, the window. Reading from peers copies the
-values into the own window, has a barrier, reads the peers' windows and leaves. The host neither waits for peers nor
-reads device values. Consecutive dispatches, and redistributions among the same ranks, take turns with one window.
+values into the own window, has a barrier, reads the peers' windows and leaves. Values that lie in a pooled buffer which
+was lent to the experts are not copied: before the barrier each rank sends where its values are. The host neither waits
+for peers nor reads device values. Consecutive dispatches, and redistributions among the same ranks, take turns with one
+window.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from ....kernels import Buffers, ChosenBuffers, copy_rows, push_rows, share_counts
+from ....kernels import Buffers, ChosenBuffers, copy_rows, offer_rows, push_rows, share_counts
 from ...statistics import stats
 from ...transports.buffer_pool import BufferPool, BufferPoolTransport
 from ...transports.symmetric_memory.window import ALIGNMENT, window_size
@@ -83,6 +85,8 @@ class WindowTransfer(TokenTransfer):
         self._each = 1 + len(pooled)
         candidates = [b for of_destination in zip(parts[-1], *pooled, strict=True) for b in of_destination]
         self._candidates = Buffers(candidates, self.tables)
+        self._read: torch.Tensor | None = None
+        """A lent buffer that peers read, kept until this rank has waited for them: then it may be written again."""
         for buffers in (self._matrices, self._numbers, self._rows, self._candidates):
             buffers.table()  # uploaded here, since a call may be captured in a CUDA graph
 
@@ -119,11 +123,18 @@ class WindowTransfer(TokenTransfer):
                 out.copy_(whole)
 
     def _rows_to_receive(self) -> torch.Tensor:
+        return self._pooled_rows(False, "rows of a token dispatch: all pooled buffers are in use")
+
+    def output_rows(self) -> torch.Tensor:
+        return self._pooled_rows(True, "expert output of a token combine: all pooled buffers are in use")
+
+    def _pooled_rows(self, lend: bool, otherwise: str) -> torch.Tensor:
+        """Return [rows, H], on a pooled buffer if one is free; `otherwise`: the copy that its lack costs."""
         if self._pool is None:
             return self._new_rows()
-        buffer = self._pool.take()
+        buffer = self._pool.take(lend)
         if buffer is None:
-            stats().copies["rows of a token dispatch: all pooled buffers are in use"] += 1
+            stats().copies[otherwise] += 1
             return self._new_rows()
         # Not a view: autograd forbids in-place writes to views that custom functions return.
         rows = torch.empty(0, dtype=self.config.dtype, device=self.device)
@@ -133,15 +144,14 @@ class WindowTransfer(TokenTransfer):
         self, operation: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
     ) -> Steps[tuple[Any, torch.Tensor | None]]:
         yield from ()  # a generator, as in all transfers
-        self._signal("acquire")
+        self._acquire()
         if counts is None:
             return (self._rows, own), None
-        number = self._pooled(own[0])
-        share_counts(counts, self._matrices, self.me, self.me * self._each + (0 if number is None else 1 + number))
+        share_counts(counts, self._matrices, self.me, self._candidate(self._pooled(own[0])))
         self._signal("barrier", operation)
         # After a failure the window does not hold counts and indices of this dispatch.
-        received = torch.where(self._window.failure.error == 0, self._matrices.tensors[self.me], 0)
-        return (ChosenBuffers(self._candidates, received[:, -1]), own), received[:, :-1].contiguous()
+        received = torch.where(self._window.failure.error == 0, self._matrices.tensors[self.me][:, :-1], 0)
+        return (self._wanted, own), received
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         yield from ()
@@ -162,14 +172,48 @@ class WindowTransfer(TokenTransfer):
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
     ) -> Steps[list[torch.Tensor]]:
         yield from ()
-        windows = [self._rows if values.dim() == 2 else self._numbers for values in given]
-        self._signal("acquire")
-        for values, window in zip(given, windows, strict=True):
-            copy_rows(values.contiguous(), window.tensors[self.me], record.groups.num_rows)
+        self._acquire()
+        num_rows, buffers = record.groups.num_rows, []
+        for values in given:
+            if values.dim() == 1:
+                copy_rows(values.contiguous(), self._numbers.tensors[self.me], num_rows)
+                buffers.append(self._numbers)
+            else:
+                buffers.append(self._offered(values, num_rows))
         self._signal("barrier", operation)
-        result = read(windows)
+        result = read(buffers)
         self._leave(result)
         return result
+
+    def _offered(self, values: torch.Tensor, num_rows: torch.Tensor) -> Buffers:
+        """Bring rows to where peers read them; return the buffers that all ranks' rows are in after the barrier."""
+        window = self._rows.tensors[self.me]
+        if self._pool is None:
+            copy_rows(values.contiguous(), window, num_rows)
+            return self._rows
+        lent = self._pool.lent(values) if values.is_contiguous() else None
+        if lent is None:
+            values, to = values.contiguous(), window
+        else:
+            self._read, to = values, None
+        matrix = self._matrices.tensors[self.me]
+        place = (self.me + 1) * matrix.shape[1] - 1  # where dispatch has the index of the wanted buffer
+        offer_rows(values, to, num_rows, self._matrices, place, self._candidate(lent))
+        return self._wanted
+
+    @property
+    def _wanted(self) -> ChosenBuffers:
+        """The buffers whose indices all ranks have sent, until they leave the window."""
+        return ChosenBuffers(self._candidates, self._matrices.tensors[self.me][:, -1], self._window.failure.error)
+
+    def _candidate(self, number: int | None) -> int:
+        """Return the index among all candidates of this rank's pooled buffer; None: of its window."""
+        return self.me * self._each + (0 if number is None else 1 + number)
+
+    def _acquire(self) -> None:
+        """Enter the window."""
+        self._signal("acquire")
+        self._read = None
 
     def _pooled(self, rows: torch.Tensor) -> int | None:
         """Return the number of the pooled buffer that rows are in; None: none."""

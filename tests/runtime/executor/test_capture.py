@@ -92,7 +92,7 @@ def ranks() -> list[tuple[list[int], list[int], list[str]]]:
 
 
 def second_calls(rank: int, keys: Any, calls: list[Any]) -> list[int]:
-    """The launches of prepared kernels, those by the binder, and the keys of the latter."""
+    """The launches of prepared kernels, and those by the binder."""
     from capture_lint import PretendedCapture
 
     for call in calls:
@@ -105,7 +105,7 @@ def second_calls(rank: int, keys: Any, calls: list[Any]) -> list[int]:
     assert capture.seen["empty"], capture.seen
     transport = transport_of("cpu")
     assert transport.error is None and set(shardweave.stats().calls) <= {"symmetric_memory", "tokens"}
-    return [keys.prepared - before[0], keys.launches - before[1], len(keys.known)]
+    return [keys.prepared - before[0], keys.launches - before[1]]
 
 
 def violations(rank: int, keys: Any) -> list[str]:
@@ -157,10 +157,8 @@ def ran() -> Any:
 def test_second_calls_can_be_captured(ran: Any) -> None:
     """They pin, upload, compile and read nothing, and allocate no window."""
     boxes, tokens, _ = ran
-    for prepared, by_binder, keys in boxes:
-        assert prepared > 20 and by_binder == keys == 0, boxes
-    for prepared, by_binder, keys in tokens:
-        assert prepared > 10 and by_binder > 20 and keys > 5, tokens
+    for prepared, by_binder in (*boxes, *tokens):
+        assert prepared > 20 and by_binder == 0, ran
 
 
 def test_violations_are_found(ran: Any) -> None:
@@ -168,6 +166,6 @@ def test_violations_are_found(ran: Any) -> None:
     assert first == second
     assert first == [
         "a table is uploaded", "memory of a window is allocated", "a table is uploaded",
-        "addresses are uploaded", "a kernel is compiled", "a kernel is compiled", "a word of the host is pinned",
+        "addresses are uploaded", *["a kernel is compiled and loaded"] * 2, "a word of the host is pinned",
         "empty(pin_memory=True)", "pin_memory()", "item()",
     ]  # fmt: skip

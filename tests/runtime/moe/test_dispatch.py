@@ -296,7 +296,7 @@ def test_check_raises_for_chunk_capacity():
         d.check()
     text = d.explain()
     assert "one chunk of fixed size per pair of ranks; no host read (chunk_capacity=2)" in text
-    assert "one chunk of exact size per pair of ranks; the host reads the counts once" in text
+    assert "one chunk of exact size per pair of ranks; the host reads their sizes once" in text
 
 
 def test_capacity_of_zero():

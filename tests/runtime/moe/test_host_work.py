@@ -1,0 +1,133 @@
+"""The host's work for a dispatch and a combine among ranks that synchronise on the device: calls of Python functions,
+launches and torch operations, counted where a GPU would run kernels and with launches that do nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from ast import literal_eval
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from warm_python import run_python
+
+# Limits, a little above what was counted.
+MOST = {
+    "pooled": {"dispatch": (270, 12, 25), "combine": (140, 5, 2)},
+    "copied, unused rows zeroed": {"dispatch": (315, 15, 25), "combine": (140, 5, 2)},
+}
+"""By settings and call: Python calls, launches, torch operations."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "pooled": {"pooled_buffers": 2},
+    "copied, unused rows zeroed": {"pooled_buffers": 0, "zero_rows": True},
+}
+T, H, K, E, RANKS = 512, 64, 8, 64, 4
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Kernel:
+    """In place of a compiled kernel."""
+
+    def __init__(self, launched: Counter[str], name: str) -> None:
+        self._launched, self._name = launched, name
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        assert all(isinstance(n, int) and n > 0 for n in grid)
+        return self._launch
+
+    def _launch(self, *arguments: Any) -> None:
+        self._launched[self._name] += 1
+
+
+def python_calls(call: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of `call`, and the calls of Python functions that it makes."""
+    number = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal number
+        number += event == "call"
+
+    sys.setprofile(count)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(None)
+    return result, number
+
+
+def counts() -> dict[str, dict[str, tuple[int, int, int]]]:
+    """What `MOST` limits. For a process of its own."""
+    from stub_libcuda import kernels_on_the_cpu
+
+    from shardweave.bench.gpu.host_work import Mirror, MirrorTransport
+    from shardweave.bench.suites.suite_host import TIMEOUT, Alone, alone_among
+    from shardweave.kernels import launch
+    from shardweave.runtime.moe import dispatcher as dispatcher_module
+    from shardweave.runtime.moe.dispatcher import TokenDispatcher
+
+    kernels_on_the_cpu()
+    launched: Counter[str] = Counter()
+    launch.loaded = lambda kernel, *rest, **options: Kernel(launched, kernel.fn.__name__)
+    transport = MirrorTransport(0, RANKS, TIMEOUT, Mirror(torch.device("cpu")), Alone())
+    transport._watchdog = None  # GPUs have none
+    alone_among({"symmetric_memory": transport})
+    found = mock.Mock(choose=lambda *_: (transport, ""), number_dispatcher=lambda ranks: 1)
+    dispatcher_module.current_transports = lambda: found
+    dispatcher_module.why_not_backend = lambda *_: None
+    x, ids, weights = torch.randn(T, H).bfloat16(), torch.randint(0, E, (T, K)), torch.rand(T, K)
+    counted = {}
+    for name, settings in SETTINGS.items():
+        d = TokenDispatcher(
+            num_experts=E, top_k=K, hidden=H, max_tokens=T, overflow="drop", transport="symmetric_memory", **settings
+        )
+
+        def measured(call: Callable[[], Any]) -> tuple[int, int, int]:
+            call()  # kernels are loaded
+            launched.clear()
+            with Operations() as operations:
+                call()
+            kernels = launched.total()
+            _, calls = python_calls(call)
+            assert launched.total() == 2 * kernels
+            return calls, kernels, operations.number
+
+        with torch.no_grad():
+            dispatched = measured(partial(d.dispatch, x, ids, weights))
+            routed = d.dispatch(x, ids, weights)
+            values = routed.x * 1
+            counted[name] = {"dispatch": dispatched, "combine": measured(partial(d.combine, values, routed))}
+    return counted
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, dict[str, tuple[int, int, int]]]:
+    folders = [str(Path(__file__).parent), *(p for p in sys.path if p.endswith("helpers"))]
+    ran = run_python(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {folders}; import test_host_work as t; print(t.counts())"],
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return literal_eval(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_host_work_is_bounded(settings: str, call: str, counted: Any) -> None:
+    got, most = counted[settings][call], MOST[settings][call]
+    assert all(0 < g <= m for g, m in zip(got, most, strict=True)), (got, most)
