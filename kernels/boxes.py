@@ -84,7 +84,10 @@ class StridedBoxes:
 
     @classmethod
     def of_rows(cls, targets: TargetRows, sources: SourceRows, fill: float | int | bool) -> StridedBoxes:
-        """Make one or more boxes from their `target_rows` and `source_rows`."""
+        """Make boxes from their `target_rows` and `source_rows`."""
+        if not targets:
+            one, row = np.zeros((0, 1), np.int64), np.zeros(0, np.int64)
+            return cls(one, row, one, row, one, np.zeros((0, 1, 1), np.int64), one, fill)
         axes, contributors = len(targets[0][1][0]), max(1, max(map(len, sources)))
         nothing = [(-1, ((0,) * axes, (0,) * axes, 0))] * contributors
         read = [row or nothing for row in sources]

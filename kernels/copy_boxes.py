@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,31 +17,30 @@ from .launch import PreparedLaunch, on_device, processors_of, runs_on, tile_cons
 from .tiling import PROCESSORS, Launch, LaunchConfig, tile_launches
 
 
-@triton.jit(do_not_specialize=["source0", "source1", "source2", "source3", "target0", "fill"])
-def copy_boxes_kernel(
-    descriptors,  # int64 [programs, 8]
-    source_table,  # int64 [sources], addresses; those that are arguments are not read
-    target_table,  # int64 [targets]
-    source0: tl.int64,  # address
-    source1: tl.int64,
-    source2: tl.int64,
-    source3: tl.int64,
-    target0: tl.int64,
-    fill: tl.int64,  # 8 bytes of the fill value
+@triton.jit
+def copy_tile(
+    row,  # of the tile's descriptor, int64 [8]
+    source_table,
+    target_table,
+    source0,
+    source1,
+    source2,
+    source3,
+    target0,
+    fill,
     WORD: tl.constexpr,
     VS: tl.constexpr,
     VD: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    ALIGN_S: tl.constexpr,  # bytes
+    ALIGN_S: tl.constexpr,
     ALIGN_D: tl.constexpr,
     SOURCES: tl.constexpr,
     TARGETS: tl.constexpr,
     HAS_FILL: tl.constexpr,
 ):
-    """Program i copies the tile of descriptor row i: up to ROWS x COLS words."""
-    row = descriptors + tl.program_id(0).to(tl.int64) * 8
+    """Copy a tile of up to ROWS x COLS words."""
     source_id = tl.load(row)
     target_id = tl.load(row + 1)
     source_offset = tl.multiple_of(tl.load(row + 2), VS)
@@ -73,6 +72,54 @@ def copy_boxes_kernel(
     tl.store(places, words, mask=inside)
 
 
+@triton.jit(do_not_specialize=["source0", "source1", "source2", "source3", "target0", "fill"])
+def copy_boxes_kernel(
+    descriptors,  # int64 [programs, 8]
+    source_table,  # int64 [sources], addresses; those that are arguments are not read
+    target_table,  # int64 [targets]
+    source0: tl.int64,  # address
+    source1: tl.int64,
+    source2: tl.int64,
+    source3: tl.int64,
+    target0: tl.int64,
+    fill: tl.int64,  # 8 bytes of the fill value
+    WORD: tl.constexpr,
+    VS: tl.constexpr,
+    VD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ALIGN_S: tl.constexpr,  # bytes
+    ALIGN_D: tl.constexpr,
+    SOURCES: tl.constexpr,
+    TARGETS: tl.constexpr,
+    HAS_FILL: tl.constexpr,
+):
+    """Program i copies the tile of descriptor row i."""
+    copy_tile(
+        descriptors + tl.program_id(0).to(tl.int64) * 8,
+        source_table,
+        target_table,
+        source0,
+        source1,
+        source2,
+        source3,
+        target0,
+        fill,
+        WORD,
+        VS,
+        VD,
+        ROWS,
+        COLS,
+        TRANSPOSED,
+        ALIGN_S,
+        ALIGN_D,
+        SOURCES,
+        TARGETS,
+        HAS_FILL,
+    )
+
+
 class CopyTable:
     """Prepared boxes for copy_boxes on one device. Made by copy_table."""
 
@@ -97,11 +144,11 @@ class CopyTable:
         self.sources = BaseAddresses("sources", boxes.source, dtype, itemsize, device, SOURCE_ARGUMENTS)
         self.targets = BaseAddresses("targets", boxes.target, dtype, itemsize, device, TARGET_ARGUMENTS)
         self.cpu_path = not runs_on(device)
-        self.variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
+        self.variants: dict[tuple[int, int], list[Any]] = {}
         if not self.cpu_path:
             self.variant(16, 16)
 
-    def variant(self, source_align: int, target_align: int) -> list[PreparedLaunch]:
+    def variant(self, source_align: int, target_align: int) -> list[Any]:
         """Return the launches for buffers of these alignments in bytes.
 
         Built on first use; the constructor builds the one for 16 and 16, the alignment of fresh tensors.
@@ -109,15 +156,16 @@ class CopyTable:
         known = self.variants.get((source_align, target_align))
         if known is not None:
             return known
-        variant = []
-        for launch, constants in self.specialisations(source_align, target_align):
+        variant: list[Any] = []
+        specialisations = self.specialisations(source_align, target_align)
+        for number, (launch, constants) in enumerate(specialisations, 1):
             fill = pattern_word(self._fill, launch.target_word) if launch.has_fill else 0
             if fill is None:
                 raise ArgumentError(
                     f"fill is {self.boxes.fill!r}: its {self.itemsize} bytes do not repeat in words of "
                     f"{launch.target_word}, which is all that the buffers' alignment or dtype allows; 0 always works"
                 )
-            variant.append(PreparedLaunch(copy_boxes_kernel, launch, self.device, [fill], constants))
+            variant.append(self.prepare(launch, [fill], constants, number == len(specialisations)))
         self.variants[source_align, target_align] = variant
         return variant
 
@@ -127,6 +175,10 @@ class CopyTable:
         here = processors_of(self.device)
         launches = copy_launches(self.boxes, self.itemsize, source_align, target_align, self.config, here)
         return [(launch, copy_constants(launch, aligns, buffers)) for launch in launches]
+
+    def prepare(self, launch: Launch, scalars: Sequence[int], constants: Mapping[str, Any], last: bool) -> Any:
+        """Compile and load a launch; `last`: of the launches of one call."""
+        return PreparedLaunch(copy_boxes_kernel, launch, self.device, scalars, constants)
 
 
 def copy_constants(

@@ -8,7 +8,7 @@ target's dtype: a reduction over one contributor is a copy with a cast.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,30 +70,30 @@ def load_contributor(
     return tl.load(source + r * stride + c, mask=mask, other=0)
 
 
-@triton.jit(do_not_specialize=["source0", "source1", "source2", "source3", "target0", "fill", "divisor"])
-def reduce_boxes_kernel(
-    descriptors,  # int64 [programs, 3 * K + 5]
-    source_table,  # int64 [sources], addresses; those that are arguments are not read
-    target_table,  # int64 [targets]
-    source0: tl.int64,  # address
-    source1: tl.int64,
-    source2: tl.int64,
-    source3: tl.int64,
-    target0: tl.int64,
-    fill: tl.int64,  # 8 bytes of the fill value
-    divisor: tl.int64,  # the bits of a float64
-    K: tl.constexpr,  # contributors
+@triton.jit
+def reduce_tile(
+    row,  # of the tile's descriptor, int64 [3 * K + 5]
+    source_table,
+    target_table,
+    source0,
+    source1,
+    source2,
+    source3,
+    target0,
+    fill,
+    divisor,
+    K: tl.constexpr,
     OP: tl.constexpr,
-    FROM: tl.constexpr,  # dtype
+    FROM: tl.constexpr,
     TO: tl.constexpr,
-    FROM_WORD: tl.constexpr,  # integer of the same width
+    FROM_WORD: tl.constexpr,
     TO_WORD: tl.constexpr,
     VS: tl.constexpr,
     VD: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    ALIGN_S: tl.constexpr,  # bytes
+    ALIGN_S: tl.constexpr,
     ALIGN_D: tl.constexpr,
     SOURCES: tl.constexpr,
     TARGETS: tl.constexpr,
@@ -101,8 +101,7 @@ def reduce_boxes_kernel(
     DIVIDE: tl.constexpr,
     SOFT: tl.constexpr,
 ):
-    """Program i reduces the tile of descriptor row i: up to ROWS x COLS elements."""
-    row = descriptors + tl.program_id(0).to(tl.int64) * (3 * K + 5)
+    """Reduce a tile of up to ROWS x COLS elements."""
     target_id = tl.load(row + K)
     target_offset = tl.multiple_of(tl.load(row + 2 * K + 1), VD)
     target_stride = tl.multiple_of(tl.load(row + 3 * K + 2), VD)
@@ -179,6 +178,70 @@ def reduce_boxes_kernel(
     tl.store(places, words, mask=inside)
 
 
+@triton.jit(do_not_specialize=["source0", "source1", "source2", "source3", "target0", "fill", "divisor"])
+def reduce_boxes_kernel(
+    descriptors,  # int64 [programs, 3 * K + 5]
+    source_table,  # int64 [sources], addresses; those that are arguments are not read
+    target_table,  # int64 [targets]
+    source0: tl.int64,  # address
+    source1: tl.int64,
+    source2: tl.int64,
+    source3: tl.int64,
+    target0: tl.int64,
+    fill: tl.int64,  # 8 bytes of the fill value
+    divisor: tl.int64,  # the bits of a float64
+    K: tl.constexpr,  # contributors
+    OP: tl.constexpr,
+    FROM: tl.constexpr,  # dtype
+    TO: tl.constexpr,
+    FROM_WORD: tl.constexpr,  # integer of the same width
+    TO_WORD: tl.constexpr,
+    VS: tl.constexpr,
+    VD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ALIGN_S: tl.constexpr,  # bytes
+    ALIGN_D: tl.constexpr,
+    SOURCES: tl.constexpr,
+    TARGETS: tl.constexpr,
+    HAS_FILL: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    SOFT: tl.constexpr,
+):
+    """Program i reduces the tile of descriptor row i."""
+    reduce_tile(
+        descriptors + tl.program_id(0).to(tl.int64) * (3 * K + 5),
+        source_table,
+        target_table,
+        source0,
+        source1,
+        source2,
+        source3,
+        target0,
+        fill,
+        divisor,
+        K,
+        OP,
+        FROM,
+        TO,
+        FROM_WORD,
+        TO_WORD,
+        VS,
+        VD,
+        ROWS,
+        COLS,
+        TRANSPOSED,
+        ALIGN_S,
+        ALIGN_D,
+        SOURCES,
+        TARGETS,
+        HAS_FILL,
+        DIVIDE,
+        SOFT,
+    )
+
+
 class ReduceTable:
     """Prepared boxes for reduce_boxes on one device. Made by reduce_table."""
 
@@ -203,11 +266,11 @@ class ReduceTable:
         self.cpu_path = not runs_on(device)
         self.divisor_bits = struct.unpack("q", struct.pack("d", divisor or 1.0))[0]
         self.soft = interpreted(reduce_boxes_kernel) or (dtype is torch.float8_e4m3fn and not _has_float8(device))
-        self.variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
+        self.variants: dict[tuple[int, int], list[Any]] = {}
         if not self.cpu_path:
             self.variant(16, 16)
 
-    def variant(self, source_align: int, target_align: int) -> list[PreparedLaunch]:
+    def variant(self, source_align: int, target_align: int) -> list[Any]:
         """Return the launches for buffers of these alignments in bytes.
 
         Built on first use; the constructor builds the one for 16 and 16, the alignment of fresh tensors.
@@ -216,9 +279,10 @@ class ReduceTable:
         if known is not None:
             return known
         fill = pattern_word(self._fill, min(self.out_dtype.itemsize, 8)) or 0
+        specialisations = self.specialisations(source_align, target_align)
         variant = [
-            PreparedLaunch(reduce_boxes_kernel, launch, self.device, [fill, self.divisor_bits], constants)
-            for launch, constants in self.specialisations(source_align, target_align)
+            self.prepare(launch, [fill, self.divisor_bits], constants, number == len(specialisations))
+            for number, (launch, constants) in enumerate(specialisations, 1)
         ]
         self.variants[source_align, target_align] = variant
         return variant
@@ -233,6 +297,10 @@ class ReduceTable:
             form = launch, boxes.contributors, dtype, self.op, divide, self.out_dtype
             specialisations.append((launch, reduce_constants(*form, aligns, buffers, self.soft)))
         return specialisations
+
+    def prepare(self, launch: Launch, scalars: Sequence[int], constants: Mapping[str, Any], last: bool) -> Any:
+        """As in `CopyTable`."""
+        return PreparedLaunch(reduce_boxes_kernel, launch, self.device, scalars, constants)
 
 
 def reduce_constants(

@@ -1,4 +1,4 @@
-"""signal: the barrier between ranks, in parts. The only kernel that waits.
+"""signal: the barrier between ranks, in parts. Kernels that do more wait and signal by `fused_signals`.
 
 A signal is sent to, or awaited from, all peers of a `Channel`. Patterns of use, on two channels `arrived` and
 `released` that all ranks of a group have for one window:
@@ -33,14 +33,12 @@ import triton.language as tl
 
 from .channel import DISAGREES, FAILED, LATE, SLOT, UNLIMITED, Channel
 from .dtypes import WORDS, poison_word
+from .fused_signals import ABOVE, COUNTED, FAILED_COUNT, give_way, overwrite
 from .launch import interpreted, on_device, prepared
 from .store_word import PTX, store_word
 
-_FAILED = tl.constexpr(-1)  # in place of a count
 _LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in (LATE, FAILED, DISAGREES))
-_BLOCK = tl.constexpr(1024)
 _UNLIMITED = tl.constexpr(UNLIMITED)
-_COUNTED, _ABOVE = tl.constexpr(0x7FFF), tl.constexpr(48)  # bits of a count, and their position in a fingerprint
 _EAGER, _NAP = 100_000, 1e-4  # of signal_cpu: nanoseconds of polling before naps; seconds of a nap
 _SHORTEST_POLL = 1.5e-7
 """Seconds; a lower bound for any GPU: a load that bypasses the first cache, broadcast to all lanes by shared memory."""
@@ -49,23 +47,12 @@ TIMED = torch.version.hip is None
 
 
 @triton.jit
-def give_way():
-    """Yield between two polls; nothing to do on a device, where the peer runs on a device of its own."""
-    pass
-
-
-@triton.jit
 def nanoseconds():
     """The device's global timer."""
     return tl.extra.cuda.globaltimer()
 
 
-def _nap() -> None:
-    time.sleep(_NAP)
-
-
-if interpreted(give_way):
-    give_way = _nap  # a peer may need this core
+if interpreted(nanoseconds):
     nanoseconds = time.monotonic_ns
 
 
@@ -107,7 +94,7 @@ def signal_kernel(
             count = tl.atomic_add(table + peer, 1, sem="relaxed", scope="gpu") + 1
             if CREDIT < _UNLIMITED:
                 # A skipped use leaves the fingerprint in place, which a peer may not have read yet.
-                mixed = fingerprint.to(tl.int64) ^ ((count & _COUNTED) << _ABOVE)
+                mixed = fingerprint.to(tl.int64) ^ ((count & COUNTED) << ABOVE)
                 store_word(there + 1 + (count & 1), mixed, RELEASE=False, PTX=PTX)
             store_word(there, count, RELEASE=True, PTX=PTX)
         if WAIT:
@@ -127,7 +114,7 @@ def signal_kernel(
                 kind = tl.full((), _LATE, tl.int64)
             elif CREDIT == 0:
                 theirs = tl.atomic_add(slot + 1 + (goal & 1), 0, sem="relaxed", scope="sys")
-                if theirs != fingerprint.to(tl.int64) ^ ((goal & _COUNTED) << _ABOVE):
+                if theirs != fingerprint.to(tl.int64) ^ ((goal & COUNTED) << ABOVE):
                     kind = tl.full((), _DISAGREES, tl.int64)
         if seen < 0:
             kind = tl.full((), _PEER_FAILED, tl.int64)
@@ -137,13 +124,9 @@ def signal_kernel(
             if tl.atomic_cas(error, none, code, sem="relaxed", scope="gpu") == 0:
                 store_word(host_error.to(tl.int64).to(tl.pointer_type(tl.int64)), code, RELEASE=False, PTX=PTX)
     if failed:
-        store_word(there, tl.full((), _FAILED, tl.int64), RELEASE=False, PTX=PTX)
+        store_word(there, tl.full((), FAILED_COUNT, tl.int64), RELEASE=False, PTX=PTX)
         if POISON:
-            target = out.to(tl.int64).to(tl.pointer_type(WORD))
-            filler = tl.full((_BLOCK,), 0, tl.int64) + poison
-            for start in range(0, words, _BLOCK):
-                at = start + tl.arange(0, _BLOCK)
-                tl.store(target + at, filler.to(WORD), mask=at < words)
+            overwrite(out, words, poison, WORD)
 
 
 class PreparedSignal:
@@ -254,7 +237,7 @@ def signal_cpu(
         if send and not failed:
             count = sent[peer] = sent[peer] + 1
             if credit < UNLIMITED:
-                theirs[peer][1 + (count & 1)] = _mixed(fingerprint, count)
+                theirs[peer][1 + (count & 1)] = mixed(fingerprint, count)
             theirs[peer][0] = count
     for peer in range(channel.peers):
         slot = SLOT * peer
@@ -268,7 +251,7 @@ def signal_cpu(
                     seen = pad[slot]
                 if seen < goal:
                     kind = LATE
-                elif credit == 0 and pad[slot + 1 + (goal & 1)] != _mixed(fingerprint, goal):
+                elif credit == 0 and pad[slot + 1 + (goal & 1)] != mixed(fingerprint, goal):
                     kind = DISAGREES
             if seen < 0:
                 kind = FAILED
@@ -279,14 +262,19 @@ def signal_cpu(
         for slots in theirs:
             slots[0] = -1
         if poison is not None:
-            filler, size = poison_word(poison.dtype)
-            integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-            poison.view(-1).view(integers).copy_(torch.tensor(filler, device="cpu").to(integers))
+            overwrite_cpu(poison)
 
 
-def _mixed(fingerprint: int, count: int) -> int:
+def overwrite_cpu(out: torch.Tensor) -> None:
+    """Overwrite a contiguous tensor as `signal` does."""
+    filler, size = poison_word(out.dtype)
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    out.view(-1).view(integers).copy_(torch.tensor(filler, device="cpu").to(integers))
+
+
+def mixed(fingerprint: int, count: int) -> int:
     """The fingerprint with the count mixed in, so that it differs from the previous one in its place."""
-    return fingerprint ^ (count & _COUNTED.value) << _ABOVE.value
+    return fingerprint ^ (count & COUNTED.value) << ABOVE.value
 
 
 def wait_limit(seconds: float, device: torch.device) -> int:

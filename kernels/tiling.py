@@ -52,6 +52,12 @@ class LaunchConfig:
         return cls(tile_bytes=_clamped_tile(nbytes, 16384, processors))
 
     @classmethod
+    def for_window(cls, nbytes: int, programs: int) -> LaunchConfig:
+        """Tiles of 32 KiB for a launch of at most `programs`, about one per SM; smaller if there would be fewer."""
+        tile = _clamped_tile(nbytes, 32768, max(programs // 2, 1))
+        return cls(tile_bytes=tile, num_warps=8 if tile > 16384 else 4)
+
+    @classmethod
     def for_reduction(cls, nbytes: int, contributors: int, itemsize: int, processors: int = PROCESSORS) -> LaunchConfig:
         """As for a copy of `nbytes`, but a tile's accumulator and the loads of all contributors fit in registers."""
         most = 16384 // max(_power_of_two(contributors) // 2, 1) // (2 if itemsize == 1 else 1)
