@@ -120,6 +120,10 @@ class Planner:
             if self._changes and self.rank is not None and LocalSlice.applies(self._changes[0]):
                 self.local_slice = LocalSlice(self._changes[0], self.rank)
 
+    def on(self, topology: Topology) -> Planner:
+        """The planner of the same request on a topology."""
+        return _planner(replace(self.request, topology=topology))
+
     def program(self, shape: tuple[int, ...]) -> Program:
         """The program for a tensor of `shape` (sizes of 0 and up); cached.
 

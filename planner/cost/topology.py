@@ -93,7 +93,7 @@ class Topology:
         if self.nodes is not None:
             object.__setattr__(self, "nodes", _checked_nodes(self.nodes, size))
         nics = self.nics_per_node
-        if nics is not None and (not isinstance(nics, int) or isinstance(nics, bool) or not 1 <= nics <= _MAX_NODE_SIZE):
+        if nics is not None and not _is_count(nics):
             allowed = "a whole number from 1 to 2**62, or None for one for each rank"
             raise ArgumentError(f"topology: nics_per_node {shown(nics)}; allowed: {allowed}")
         if not isinstance(self.origin, str):
@@ -103,9 +103,7 @@ class Topology:
         for name in ("node", "network"):
             if not isinstance(getattr(self, name), Link):
                 raise ArgumentError(f"topology: {name} {shown(getattr(self, name))}; allowed: a Link")
-        if size is not None and (
-            not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MAX_NODE_SIZE
-        ):
+        if size is not None and not _is_count(size):
             allowed = "a whole number from 1 to 2**62, or None for one node"
             raise ArgumentError(f"topology: node_size {shown(size)}; allowed: {allowed}")
         _check_bandwidth("topology: memory_gigabytes_per_s", self.memory_gigabytes_per_s)
@@ -190,6 +188,10 @@ def _checked_nodes(nodes: Any, node_size: int | None) -> RankNodes:
     if not known or not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**31 for n in known):
         raise ArgumentError(f"topology: nodes {shown(nodes)}; allowed: a whole number of 0 and up for each rank")
     return RankNodes(known)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_NODE_SIZE
 
 
 def _check_bandwidth(name: str, value: Any) -> None:
