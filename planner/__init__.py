@@ -4,7 +4,8 @@
 - Index sets: `index_sets` (what a rank holds), `intersection` (what two ranks have in common).
 - Steps: `layout_change` is what changes, on one mesh or between two; `exchange` makes its `transfer_table`;
   `build_steps` makes the records of `steps`.
-- Cost: `cost` and `cross_mesh_cost`, on the ranks of `priced_ranks`; `byte_bound` is the lower bound on bytes.
+- Cost: `topology` is the model, `hardware` the figures of kinds of hardware; `cost` and `cross_mesh_cost`, on the ranks of
+  `priced_ranks`; `byte_bound` is the lower bound on bytes.
 - Plans: `plan` checks a `request` (`arguments`), splits mesh dims (`mesh_split`), and finds a `path` by `search` over
   `intermediate_layouts`, with reductions of `bounded_fan_in`; `cross_mesh_plan` for two meshes, `batch` for several
   tensors, `local_slice` for requests that need no program.
@@ -14,6 +15,7 @@
 
 from .arguments import check_layout, check_local_shape, check_shape
 from .batch import Batch, plan_batch
+from .cost.hardware import MachineFigures, found_topology
 from .cost.token_splits import SPLITS, price_splits
 from .cost.topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
 from .exchange.layout_change import layout_change
@@ -48,6 +50,7 @@ __all__ = [
     "Link",
     "Local",
     "LocalSlice",
+    "MachineFigures",
     "Mesh",
     "Orders",
     "Partial",
@@ -69,6 +72,7 @@ __all__ = [
     "communicates",
     "draw",
     "format_bytes",
+    "found_topology",
     "held_sizes",
     "held_spans",
     "layout_change",

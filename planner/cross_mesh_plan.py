@@ -76,11 +76,11 @@ def plan_cross_mesh(request: Request) -> Program:
 def _program(request: Request, legs: list[Leg], others: tuple[Path, ...], rank: int | None) -> Program:
     source_mesh, shape, dtype, source, target, target_mesh = request.fields()
     topology = request.topology
-    union, node_size = union_mesh(source_mesh, target_mesh), None if topology is None else topology.node_size
+    union, nodes = union_mesh(source_mesh, target_mesh), None if topology is None else topology.rank_nodes
     steps: list[Step] = []
     for mesh, a, other, b in legs:
         layouts = bound_fan_in(mesh, (a, b))  # between two meshes no value is reduced
-        changes = [layout_change(mesh, dtype, x, y, node_size, other, union) for x, y in pairwise(layouts)]
+        changes = [layout_change(mesh, dtype, x, y, nodes, other, union) for x, y in pairwise(layouts)]
         steps += [build_step(change, shape, rank) for change in changes]
     return Program(union, shape, dtype, source, target, tuple(steps), rank, topology, others, source_mesh, target_mesh)
 

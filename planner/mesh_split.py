@@ -66,10 +66,9 @@ def _divisor(n: int) -> int:
 def _block(mesh: Mesh, mesh_dim: int, topology: Topology) -> int:
     """The largest block of neighbours along a mesh dim that always share a node and divides the dim; 1 if there is
     none."""
-    assert topology.node_size is not None
-    nodes = (mesh.rank_array // topology.node_size).reshape(mesh.shape)
+    nodes = topology.nodes_of(mesh.rank_array).reshape(mesh.shape)
     lines = nodes.swapaxes(mesh_dim, -1).reshape(-1, mesh.shape[mesh_dim])
-    for block in range(min(topology.node_size, mesh.shape[mesh_dim]), 1, -1):
+    for block in range(min(topology.node_size or mesh.shape[mesh_dim], mesh.shape[mesh_dim]), 1, -1):
         if mesh.shape[mesh_dim] % block == 0:
             blocks = lines.reshape(len(lines), -1, block)
             if (blocks == blocks[:, :, :1]).all():

@@ -22,6 +22,7 @@ from .layouts.dtypes import ITEMSIZE, check_dtype
 from .layouts.index_sets import held_sizes
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh, whole_numbers
+from .layouts.nodes import Nodes
 from .layouts.placements import Shard
 from .mesh_split import split_by_fan_in, split_by_nodes
 from .path import Path
@@ -118,6 +119,10 @@ class Planner:
                 self._changes = layout_changes(self.mesh, self.dtype, layouts)
             if self._changes and self.rank is not None and LocalSlice.applies(self._changes[0]):
                 self.local_slice = LocalSlice(self._changes[0], self.rank)
+
+    def on(self, topology: Topology) -> Planner:
+        """The planner of the same request on a topology."""
+        return _planner(replace(self.request, topology=topology))
 
     def program(self, shape: tuple[int, ...]) -> Program:
         """The program for a tensor of `shape` (sizes of 0 and up); cached.
@@ -252,7 +257,7 @@ def _program(
     rank: int | None,
     topology: Topology | None,
 ) -> Program:
-    changes = layout_changes(mesh, dtype, path.layouts, None if topology is None else topology.node_size)
+    changes = layout_changes(mesh, dtype, path.layouts, None if topology is None else topology.rank_nodes)
     steps = tuple([build_step(change, shape, rank) for change in changes])
     return Program(mesh, shape, dtype, source, target, steps, rank, topology, path.others)
 
@@ -320,10 +325,10 @@ def _scatter_paths(change: LayoutChange, ndim: int) -> list[_ScatterPath]:
 
 @lru_cache(maxsize=4096)
 def layout_changes(
-    mesh: Mesh, dtype: str, layouts: tuple[Layout, ...], node_size: int | None = None
+    mesh: Mesh, dtype: str, layouts: tuple[Layout, ...], nodes: Nodes | None = None
 ) -> tuple[LayoutChange, ...]:
     """The changes from each layout to the next."""
-    return tuple([layout_change(mesh, dtype, a, b, node_size) for a, b in pairwise(layouts)])
+    return tuple([layout_change(mesh, dtype, a, b, nodes) for a, b in pairwise(layouts)])
 
 
 def _scattered(base: Layout, mesh_dims: Sequence[int], tensor_dim: int) -> Layout:

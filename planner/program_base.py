@@ -188,8 +188,8 @@ class ProgramBase:
     def traffic(self, step: Step, position: int) -> Traffic:
         """The elements that `position` receives and sends in a step, inside its node and between nodes."""
         nodes = None
-        if self.topology is not None and self.topology.node_size is not None:
-            nodes = self.mesh.rank_array // self.topology.node_size
+        if self.topology is not None and self.topology.rank_nodes is not None:
+            nodes = self.topology.nodes_of(self.mesh.rank_array)
         return Traffic.of(step.boxes, position, nodes)
 
     @cached_property
@@ -228,6 +228,8 @@ class ProgramBase:
             request += [(mesh.shape, mesh.ranks) for mesh in (self.source_mesh, self.target_mesh)]
         if self.topology is not None or len(self.steps) > 1:
             request += [self.topology, *(str(step.target) for step in self.steps)]
+            if self.topology is not None and (self.topology.nodes or self.topology.nics_per_node):
+                request += [tuple(self.topology.nodes or ()), self.topology.nics_per_node]
         return int.from_bytes(hashlib.blake2b(repr(request).encode(), digest_size=8).digest(), "little") >> 1
 
 

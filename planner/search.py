@@ -49,7 +49,7 @@ class Search:
 
     def prices(self, pairs: Sequence[tuple[Layout, Layout]], unbounded: int = 0) -> list[StepPrice]:
         """The `price` of several steps; little slower than of one. The first `unbounded` have no lower bound."""
-        changes = [layout_change(self.mesh, self.dtype, a, b, self.topology.node_size) for a, b in pairs]
+        changes = [layout_change(self.mesh, self.dtype, a, b, self.topology.rank_nodes) for a, b in pairs]
         prices = step_prices(changes, self.shape, self.topology, unbounded)
         # Steps that `bound_fan_in` would split are excluded.
         excluded = [False] * len(pairs)

@@ -13,7 +13,7 @@ from ..layouts.dtypes import ITEMSIZE
 from ..layouts.index_sets import held_sizes
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
-from .priced_ranks import PRICED_WHOLE, SAMPLED
+from .priced_ranks import priced_ranks
 from .step_cost import StepPrice, step_price
 from .topology import Topology
 
@@ -28,32 +28,34 @@ def step_price_between(
     topology: Topology,
 ) -> StepPrice:
     """The price of one step, on one mesh or between two."""
-    change = layout_change(source_mesh, dtype, source, target, topology.node_size, target_mesh)
+    change = layout_change(source_mesh, dtype, source, target, topology.rank_nodes, target_mesh)
     return _cross_mesh_price(change, shape, topology) if change.is_cross_mesh else step_price(change, shape, topology)
 
 
 def _cross_mesh_price(change: LayoutChange, shape: tuple[int, ...], topology: Topology) -> StepPrice:
     """The price of a change between meshes, by the rules of `cost.step_price`.
 
-    Counted box by box: on every rank up to `PRICED_WHOLE` ranks, above on `SAMPLED` ranks spread over them.
+    Counted box by box, on the ranks of `priced_ranks`.
     """
     union, size, us, peak = change.positions, ITEMSIZE[change.dtype], 0.0, 0
-    whole = transfer_table(change, shape) if union.size <= PRICED_WHOLE else None
-    sampled = (
-        range(union.size) if whole else np.unique(np.linspace(0, union.size - 1, SAMPLED).astype(np.int64)).tolist()
-    )
-    nodes = None if topology.node_size is None else union.rank_array // topology.node_size
+    at = priced_ranks(union, topology)
+    whole = transfer_table(change, shape) if at.whole else None
+    sampled = at.positions[at.receivers].tolist()
+    nodes = None if topology.rank_nodes is None else topology.nodes_of(union.rank_array)
     node, network = topology.node, topology.network
-    for rank in sampled:
-        table = whole or transfer_table(change, shape, rank)
-        traffic, sender = Traffic.of(table, rank, nodes), table.sender[:, 0]
+    tables = [whole or transfer_table(change, shape, rank) for rank in sampled]
+    traffics = [Traffic.of(table, rank, nodes) for table, rank in zip(tables, sampled, strict=True)]
+    far = np.array([[x.received_far for x in traffics], [x.sent_far for x in traffics]], dtype=np.float64)
+    busiest = (at.through_nic(far).max(axis=0) * size).tolist()
+    for rank, table, traffic, on_nic in zip(sampled, tables, traffics, busiest, strict=True):
+        sender = table.sender[:, 0]
         own = int(table.elements[(table.receiver == rank) & (sender == rank)].sum()) * size
         senders = np.unique(sender[(table.receiver == rank) & (sender != rank)])
         far_senders = 0 if nodes is None else int((nodes[senders] != nodes[rank]).sum())
         near_in, near_out = traffic.received_near * size, traffic.sent_near * size
         far_in, far_out = traffic.received_far * size, traffic.sent_far * size
         over_node = node.us(max(near_in, near_out), len(senders) - far_senders)
-        over_network = network.us(max(far_in, far_out), far_senders)
+        over_network = network.us(on_nic, far_senders)
         packed = (0 if node.one_sided else near_in + near_out) + (0 if network.one_sided else far_in + far_out)
         us = max(us, float(max(over_node, over_network) + topology.copy_us(own + packed)))
         ends = (change.source_mesh, change.source), (change.target_mesh, change.target)

@@ -38,6 +38,10 @@ class PricedRanks:
         one_node: whether the whole mesh is on one node.
         spans_nodes: for each mesh dim, whether ranks along it are on different nodes.
         inside: the mesh dims of size 2 and more that stay inside nodes.
+        nics: [q] the index of the NIC of each rank; None if each rank has its own.
+        nic_members: [nics, q] whether the rank uses the NIC.
+        sharing: [r] the ranks of the mesh that use the NIC of the receiver.
+        nics_on: [nodes] the number of NICs of each node that ranks of the mesh use.
     """
 
     def __init__(self, mesh: Mesh, topology: Topology) -> None:
@@ -45,7 +49,7 @@ class PricedRanks:
         self.whole = mesh.size <= PRICED_WHOLE
         all_positions = np.arange(mesh.size)
         ranks = mesh.rank_array
-        nodes = np.zeros_like(ranks) if topology.node_size is None else ranks // topology.node_size
+        nodes = topology.nodes_of(ranks)
         self.one_node = bool((nodes == nodes[0]).all())
         sampled = all_positions if self.whole else np.unique(np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64))
         is_priced = np.isin(all_positions, sampled) if self.one_node else np.isin(nodes, nodes[sampled])
@@ -56,9 +60,31 @@ class PricedRanks:
         self.own = self.receivers[:, None] == np.arange(len(self.positions))
         self.coordinates = np.stack(np.unravel_index(self.positions, mesh.shape))
         self.members = np.arange(self.nodes.max() + 1)[:, None] == self.nodes
+        self._set_nics(ranks[is_priced], topology)
         table = nodes.reshape(mesh.shape)
         self.spans_nodes = [bool((table != table.take([0], axis=m)).any()) for m in range(mesh.ndim)]
         self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not self.spans_nodes[m]]
+
+    def _set_nics(self, ranks: np.ndarray, topology: Topology) -> None:
+        on_node = self.members.sum(axis=1)
+        used = on_node if topology.nics_per_node is None else np.minimum(on_node, topology.nics_per_node)
+        self.nics, self.sharing, self.nics_on = None, np.ones(len(self.receivers), dtype=np.int64), used
+        if (used == on_node).all():
+            return
+        order = np.lexsort((ranks, self.nodes))
+        index = np.empty_like(order)
+        index[order] = np.arange(len(order)) - np.repeat(on_node.cumsum() - on_node, on_node)  # on its node
+        on_nic = index * used[self.nodes] // on_node[self.nodes]
+        self.nics = (used.cumsum() - used)[self.nodes] + on_nic
+        self.nic_members = np.arange(used.sum())[:, None] == self.nics
+        self.sharing = self.nic_members.sum(axis=1)[self.nics[self.receivers]]
+
+    def through_nic(self, nbytes: np.ndarray) -> np.ndarray:
+        """[..., r] the bytes through the NIC of each receiver, given the bytes [..., r] of each; estimated from those
+        of the receiver where not all ranks are priced."""
+        if self.nics is None:
+            return nbytes
+        return (nbytes @ self.nic_members.T)[..., self.nics] if self.whole else nbytes * self.sharing
 
     def kinds(self, mesh_dims: Iterable[int]) -> np.ndarray:
         """[q] an index for each rank, equal for ranks with equal coordinates along `mesh_dims`."""

@@ -139,7 +139,8 @@ def _prices(
             far_peers = (missing > 0) * np.maximum(others, 1)
 
     over_node = node.us(np.maximum(near_in, near_out), near_peers)
-    over_network = network.us(np.maximum(far_in, far_out), far_peers)
+    busiest = np.maximum(at.through_nic(far_in), at.through_nic(far_out))
+    over_network = network.us(busiest, far_peers)
     received = near_in + far_in
     packed = (0 if node.one_sided else near_in + near_out) + (0 * own if network.one_sided else far_in + far_out)
     terms = [(c.contributors, c.contributors > 1 and receivers_contribute(c.source, c.target)) for c in changes]
@@ -198,9 +199,9 @@ def _lower_bound_us(
         held = (common * (at.near & first_held[:, None])).sum(axis=2)
         missing = np.where(terms > on_node, wanted, np.maximum(wanted - held, 0)) * first_wanted
         by_node = (missing[:, None] * at.members).sum(axis=2)
-        entering = (by_node / at.members.sum(axis=1)).max(axis=1)
+        entering = (by_node / at.nics_on).max(axis=1)
         sums = np.ceil(terms / on_node)[:, 0]
-        entered = np.where(sums > 1, whole * (sums - 2) + by_node.sum(axis=1), by_node.sum(axis=1)) / ranks
+        entered = np.where(sums > 1, whole * (sums - 2) + by_node.sum(axis=1), by_node.sum(axis=1)) / at.nics_on.sum()
         over_network = np.maximum(entering, entered) / (network.gigabytes_per_s * 1e3)
         entry = (entering > 0) * (network.latency_us + network.message_us)
         bound = np.maximum(bound, over_network + entry)

@@ -44,6 +44,8 @@ def price_splits(
     host = fixed = 0.0
     for ranks_there in set(Counter(nodes).values()):
         links = (topology.node, ranks_there - 1), (topology.network, len(nodes) - ranks_there)
-        host = max([host, *(link.us(peers * rows // len(nodes) * row_bytes, peers) for link, peers in links)])
-        fixed = max([fixed, *(link.us(peers * chunk_rows * row_bytes, peers) for link, peers in links)])
+        sharing = 1, -(-ranks_there // (topology.nics_per_node or ranks_there))  # the ranks that share the link
+        for (link, peers), ranks in zip(links, sharing, strict=True):
+            host = max(host, link.us(ranks * peers * rows // len(nodes) * row_bytes, peers))
+            fixed = max(fixed, link.us(ranks * peers * chunk_rows * row_bytes, peers))
     return SplitPrices(host + HOST_READ_US * host_waits, fixed)

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from ..layouts.dtypes import is_floating
 from ..layouts.layout import Layout, receivers_contribute
 from ..layouts.mesh import Mesh, union_mesh
+from ..layouts.nodes import Nodes
 from ..layouts.placements import Partial, Shard
 
 
@@ -20,7 +21,7 @@ class LayoutChange:
         mesh: the mesh of `source`.
         dtype: the name of the dtype.
         source, target: the layouts.
-        node_size: ranks per node; None if all ranks share one. Receivers prefer senders of their node.
+        nodes: the node of each rank; None if all ranks share one. Receivers prefer senders of their node.
         target_mesh: the mesh of `target`; None: `mesh`.
         positions: the mesh whose positions name receivers and senders; None: the ranks of both meshes (`union_mesh`).
 
@@ -46,12 +47,12 @@ class LayoutChange:
         dtype: str,
         source: Layout,
         target: Layout,
-        node_size: int | None = None,
+        nodes: Nodes | None = None,
         target_mesh: Mesh | None = None,
         positions: Mesh | None = None,
     ) -> None:
         self.source_mesh, self.dtype, self.source, self.target = mesh, dtype, source, target
-        self.node_size = node_size
+        self.nodes = nodes
         before, after = source.prefixes, target.prefixes
         if target_mesh is None or target_mesh == mesh:
             self.target_mesh = mesh

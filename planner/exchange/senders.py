@@ -238,8 +238,8 @@ def _senders(change: LayoutChange, receivers: np.ndarray, receiver: np.ndarray, 
             digits, digit = np.divmod(digits, mesh.shape[m])
             base = base + digit * mesh.strides[m]
     senders = base[:, None] + grid([mesh.shape[m] for m in reduced]) @ mesh.strides[reduced]
-    if change.replicas and change.node_size is not None:
-        near = mesh.on_node_of(change.target_mesh.rank_array[receiver], change.node_size)
+    if change.replicas and change.nodes is not None:
+        near = mesh.on_node_of(change.target_mesh.rank_array[receiver], change.nodes)
         coordinates = _coordinates(mesh, near)
         holds = (coordinates[:, :, fixed] == holders[:, None, fixed]).all(axis=2) & (near >= 0)
         holds = holds[:, None, :] & (_term(change, coordinates)[:, None, :] == terms[:, None])

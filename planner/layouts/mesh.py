@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArgumentError, shown
+from .nodes import Nodes, nodes_of
 
 Coordinate = tuple[int, ...]
 Pair = tuple[int, int]  # size, stride
@@ -403,25 +404,19 @@ class Mesh:
         (own,) = self.positions_of(np.array([mesh.rank_at(position)])).tolist()
         return None if own < 0 else self.coordinate(own)
 
-    @cached_property
-    def _by_rank(self) -> tuple[np.ndarray, np.ndarray]:
-        """[size] the ranks in ascending order, and the position of each."""
-        positions = np.argsort(self.rank_array)
-        return self.rank_array[positions], positions
-
-    def on_node_of(self, ranks: np.ndarray, node_size: int) -> np.ndarray:
+    def on_node_of(self, ranks: np.ndarray, nodes: Nodes) -> np.ndarray:
         """The positions on the node of each of `ranks`, in ascending order of ranks, padded with -1.
 
         Args:
             ranks: [n].
-            node_size: the number of consecutive ranks of a node.
+            nodes: the node of each rank.
 
         Returns:
             [n, the largest number of ranks of the mesh on one node, at least 1]
         """
-        ascending, positions = self._by_rank
-        first = ranks // node_size * node_size
-        low, high = np.searchsorted(ascending, first), np.searchsorted(ascending, first + node_size)
+        ascending, positions = _by_node(self, nodes)
+        node = nodes_of(ranks, nodes)
+        low, high = np.searchsorted(ascending, node), np.searchsorted(ascending, node, side="right")
         at = low[:, None] + np.arange(max(1, (high - low).max(initial=0)))
         return np.where(at < high[:, None], positions[np.minimum(at, len(positions) - 1)], -1)
 
@@ -441,6 +436,15 @@ class Mesh:
 
     def __str__(self) -> str:
         return "×".join(map(str, self.shape)) + (f" ({', '.join(self.names)})" if self.names else "")
+
+
+@lru_cache(maxsize=256)
+def _by_node(mesh: Mesh, nodes: Nodes) -> tuple[np.ndarray, np.ndarray]:
+    """[size] the nodes of the ranks in ascending order, and the position of each, on a node in ascending order of
+    ranks."""
+    node = nodes_of(mesh.rank_array, nodes)
+    positions = np.lexsort((mesh.rank_array, node))
+    return node[positions], positions
 
 
 def union_mesh(source_mesh: Mesh, target_mesh: Mesh) -> Mesh:

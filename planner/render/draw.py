@@ -101,9 +101,9 @@ class _Drawing:
         self.transfers = [stage.transfers() for stage in self.stages[1:]]
         self.arrows = [Arrows(moved, self.grid.columns) for moved in self.transfers]
         self.nodes: dict[int, list[int]] = {}
-        if program.topology is not None and program.topology.node_size is not None:
+        if program.topology is not None and program.topology.rank_nodes is not None:
             for position, rank in enumerate(self.mesh.rank_array.tolist()):
-                self.nodes.setdefault(rank // program.topology.node_size, []).append(position)
+                self.nodes.setdefault(program.topology.node_of(rank), []).append(position)
         self._choose_sizes()
 
     def _choose_sizes(self) -> None:

@@ -58,7 +58,7 @@ def notes(program: ProgramBase, step: Step) -> list[str]:
         size = ITEMSIZE[program.dtype]
         most = max(step.boxes.elements_received(r) for r in program.ranks) * size
         phrases.append(f"receives at most {format_bytes(most)}")
-        if program.topology is not None and program.topology.node_size is not None:
+        if program.topology is not None and program.topology.rank_nodes is not None:
             far = max(program.traffic(step, r).received_far for r in program.ranks) * size
             phrases[-1] += f" ({format_bytes(far)} over the network)"
     if step.reduce:

@@ -111,10 +111,8 @@ def _step(place: str, entry: Any, program: ProgramBase, before: _LayoutOnMesh) -
 
 
 def _build(program: ProgramBase, source: _LayoutOnMesh, target: _LayoutOnMesh) -> Step:
-    node_size = None if program.topology is None else program.topology.node_size
-    change = LayoutChange(
-        source.mesh, program.dtype, source.layout, target.layout, node_size, target.mesh, program.mesh
-    )
+    nodes = None if program.topology is None else program.topology.rank_nodes
+    change = LayoutChange(source.mesh, program.dtype, source.layout, target.layout, nodes, target.mesh, program.mesh)
     return build_step(change, program.shape, program.rank)
 
 

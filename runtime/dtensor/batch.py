@@ -16,7 +16,15 @@ from ...kernels import on_device
 from ...planner import Request, Topology, check_local_shape, plan_batch
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.batch import BoundBatch
-from ..executor.call import Call, check_backend, check_ranks, refuse, refuse_unplanned, transport_for
+from ..executor.call import (
+    Call,
+    check_backend,
+    check_ranks,
+    found_topology_of,
+    refuse,
+    refuse_unplanned,
+    transport_for,
+)
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from .autograd import as_dtensor
 from .local import plain_local
@@ -115,6 +123,10 @@ def _bind(
         shape = tuple(source.tensor_meta.shape)
         requests.append(Request(mesh_of(source.mesh), shape, dtype_name(x.dtype), *layouts, mesh_of(target.mesh)))
     batch = plan_batch(requests, rank=rank, topology=options.topology)
+    if options.topology is None and batch.exchanges:
+        found = found_topology_of(batch.everyone, device)
+        if found is not None:
+            batch = plan_batch(requests, rank=rank, topology=found)
     for program in batch.programs:
         check_ranks(program.mesh)
     participants = batch.participants(rank)

@@ -23,8 +23,8 @@ from ...kernels import on_device
 from ...planner import Planner, Program, check_local_shape, check_shape, planner_of, position_of, title
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
-from ..executor.call import Call, check_backend, check_ranks, refuse, transport_for
-from ..executor.choose_algorithm import explain_on
+from ..executor.call import Call, check_backend, check_ranks, found_topology_of, refuse, transport_for
+from ..executor.choose_algorithm import explain_on, leaves_sums_to_backend
 from ..executor.dispatch_modes import as_one_operator, torchs_collectives
 from ..executor.local_slice import BoundSlice
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
@@ -121,7 +121,7 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: R
         transport, _ = transport_for((dist.get_rank(),), x.device, options.transport)
         with _peers_need_not_know():
             return Call(BoundSlice(planner, planner.local_slice, shape, x, transport), transport, ())
-    program = planner.program(shape)
+    program = _program_on(planner, shape, x.device, options)
     (position,) = program.ranks
     if program.is_identity:
         with _peers_need_not_know():
@@ -174,7 +174,19 @@ def _planner_key(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, opt
 def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> Program:
     """This rank's program. Communicates nothing."""
     entry = _planners.get(_planner_key(x, current, target, options)) or _plan(x, current, target, options)
-    return entry.planner.program(_global_shape(current))
+    return _program_on(entry.planner, _global_shape(current), x.device, options)
+
+
+def _program_on(
+    planner: Planner, shape: tuple[int, ...], device: torch.device, options: RedistributeOptions
+) -> Program:
+    """The program for a shape: where ranks exchange and no topology is given, that for the topology that is found."""
+    program = planner.program(shape)
+    if options.topology is None and program.exchanges and not leaves_sums_to_backend(program, options.reduction):
+        found = found_topology_of(program.mesh.rank_array.tolist(), device)
+        if found is not None:
+            return planner.on(found).program(shape)
+    return program
 
 
 def _global_shape(spec: DTensorSpec) -> tuple[int, ...]:
@@ -228,7 +240,11 @@ def explain_redistribution(
     if program.is_identity:
         return program.explain()
     transport, why = _transport(program, x, options, current.mesh, target.mesh)
-    return f"{explain_on(program, transport, options.reduction)}\n  on transport {transport.name}: {why}"
+    text = f"{explain_on(program, transport, options.reduction)}\n  on transport {transport.name}: {why}"
+    if program.topology is not None:
+        origin = program.topology.origin
+        text += f"\n  topology {f'found: {origin}' if options.topology is None else 'given'}"
+    return text
 
 
 def refuse_redistribution(

@@ -16,7 +16,8 @@ from ...kernels import on_device
 from ...planner import Layout, Mesh, plan, title
 from ..convert_specs import dtype_name
 from ..executor.bind import BoundProgram
-from ..executor.call import Call, check_backend, transport_for
+from ..executor.call import Call, check_backend, found_topology_of, transport_for
+from ..executor.choose_algorithm import leaves_sums_to_backend
 from ..executor.dispatch_modes import as_one_operator
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from .local import count_dispatch_modes
@@ -137,7 +138,11 @@ def _bind(
     ranks = mesh.rank_array.tolist()
     check_backend(x.device, len(ranks), options.transport)
     position = ranks.index(dist.get_rank())
-    program = plan(mesh, shape, dtype_name(x.dtype), source, target, rank=position, topology=options.topology)
+    request = partial(plan, mesh, shape, dtype_name(x.dtype), source, target, rank=position)
+    program = request(topology=options.topology)
+    if options.topology is None and program.exchanges and not leaves_sums_to_backend(program, options.reduction):
+        found = found_topology_of(ranks, x.device)
+        program = program if found is None else request(topology=found)
     if program.is_identity:
         return Call(None, None, ())
     transport, _ = transport_for(tuple(sorted(ranks)), x.device, options.transport, groups=groups)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, TransportError, UnsupportedError
 from ...kernels import on_device
-from ...planner import Mesh
+from ...planner import Mesh, Topology
 from .. import flight_recorder
 from ..environment import requested_transport
 from ..process_group_cache import ProcessGroupCache
@@ -211,6 +211,11 @@ def transport_for(
         distinct = {id(mesh): mesh for mesh in meshes}.values()
         transport.use_groups([*groups, *(group for mesh in distinct for group in _groups_of(mesh))])
     return transport, why
+
+
+def found_topology_of(ranks: Iterable[int], device: torch.device) -> Topology | None:
+    """The topology of some ranks (`Transports.find_topology`)."""
+    return current_transports().find_topology(tuple(sorted(ranks)), device)
 
 
 # By ranks, device and requested transport.

@@ -55,6 +55,14 @@ def check_reduction(reduction: object) -> Reduction:
     return reduction  # type: ignore[return-value]
 
 
+def leaves_sums_to_backend(program: Program, reduction: Reduction) -> bool:
+    """Whether a program has sums that `reduction="fast"` may leave to the backend, which knows its own machines. Such a
+    program is not planned for a topology that is found, since backends only reduce along mesh dims."""
+    return reduction == "fast" and any(
+        step.reduce is not None and step.reduce.contributors > 1 for step in program.steps
+    )
+
+
 def choose_algorithm(
     program: Program, step: Step, position: int, transport: Capabilities, reduction: Reduction = "ordered"
 ) -> Algorithm:

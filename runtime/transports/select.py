@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError, UnsupportedError
+from ...planner import Topology, found_topology
 from .. import flight_recorder
 from ..environment import pretended_node_size, requested_timeout, requested_transport
 from ..process_group_cache import forget_dead_groups, on_group_destroyed
 from ..statistics import stats
 from .backend_limits import BACKENDS
 from .hierarchical import HierarchicalSharedMemoryTransport, HierarchicalSymmetricMemoryTransport
+from .machine_figures import from_text, machine_figures, to_text
 from .process_group import ProcessGroupTransport
 from .rendezvous import Rendezvous, settings
 from .shared_memory.transport import SharedMemoryTransport, machine_name, why_unsupported
@@ -34,6 +36,7 @@ NAMES = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
 _NCCL_CLASSES = {"nccl2": "nccl", "nccl-lazy": "nccl"}
 """The names of the classes that torch 2.15 has for NCCL groups, of which the first is its default."""
 _CPU = torch.device("cpu")
+_UNKNOWN = "unknown"
 _GRACE = 2.0  # seconds, for peers that have not started a call that is pending when this rank destroys the group
 
 
@@ -132,15 +135,17 @@ class Transports:
 
         self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone)
         flight_recorder.start(self.rank, self.size, store)
-        if platform.system() == "Linux":
-            # Peers read this to find ranks that share memory. The store of a fake group keeps nothing.
-            with suppress(RuntimeError):
-                store.set(_machine_key(self.rank), f"{machine_name()} {self._node_size or 0}")
+        machine = machine_name() if platform.system() == "Linux" else _UNKNOWN
+        # Peers read this to find ranks that share memory. The store of a fake group keeps nothing.
+        with suppress(RuntimeError):
+            store.set(_machine_key(self.rank), f"{machine} {self._node_size or 0}")
         self._shared_memory_transport: SharedMemoryTransport | None = None
         self._process_groups: dict[str, ProcessGroupTransport] = {}
         self._symmetric_memory_transports: dict[str, SymmetricMemoryTransport] = {}
         self._hierarchical: dict[tuple[str, str], AnyHierarchical] = {}
-        self._nodes: dict[int, Hashable] = {}
+        self._nodes: dict[int, tuple[str, int]] = {}
+        self._topologies: dict[tuple[tuple[int, ...], str], Topology | None] = {}
+        self._published_figures: set[str] = set()
         self._obstacles: dict[str, str | None] = {}
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
 
@@ -214,9 +219,46 @@ class Transports:
             return True
         return self._find_obstacle("cpu") is None and self._process_group("cpu").is_gone(rank)
 
-    def nodes_of(self, ranks: Sequence[int]) -> list[Hashable]:
+    def nodes_of(self, ranks: Sequence[int]) -> list[tuple[str, int]]:
         """The node of each rank. Waits until all of `ranks` have published theirs."""
+        self._read_nodes(ranks)
         return [self._node_of(rank) for rank in ranks]
+
+    def find_topology(self, ranks: tuple[int, ...], device: torch.device) -> Topology | None:
+        """The topology of `ranks` (ascending) for tensors on a device, equal on all of them: its nodes are the machines
+        that ranks publish at their start, its figures those that the first rank of each node publishes when ranks of
+        several nodes first need them. None if all share a node, or if a machine is not known.
+
+        Raises:
+            ArgumentError: as `_node_of`.
+            MeetingTimeoutError, PeerError, DisagreementError: a rank did not arrive.
+        """
+        key = ranks, device.type
+        if key not in self._topologies:
+            topology = self._topologies[key] = self._new_topology(ranks, device)
+            if topology is not None:
+                level = logging.INFO if self.rank == ranks[0] else logging.DEBUG
+                _logger.log(level, "ranks %s have the topology %s: %s", ranks, topology.name, topology.origin)
+        return self._topologies[key]
+
+    def _new_topology(self, ranks: tuple[int, ...], device: torch.device) -> Topology | None:
+        first_ranks: dict[Hashable, int] = {}
+        nodes = self.nodes_of(ranks)
+        for rank, node in zip(ranks, nodes, strict=True):
+            first_ranks.setdefault(node, rank)
+        if len(first_ranks) == 1 or any(machine == _UNKNOWN for machine, _ in nodes):
+            return None
+        store = self.rendezvous.store
+        if device.type not in self._published_figures:
+            self._published_figures.add(device.type)
+            store.set(_figures_key(device.type, self.rank), to_text(machine_figures(device)))
+        read = (self.rendezvous.read(_figures_key(device.type, rank), rank) for rank in first_ranks.values())
+        figures = [from_text(text) for text in dict.fromkeys(read)]
+        number = {node: i for i, node in enumerate(first_ranks)}
+        by_rank = [-1] * (ranks[-1] + 1)
+        for rank, node in zip(ranks, nodes, strict=True):
+            by_rank[rank] = number[node]
+        return found_topology(by_rank, figures)
 
     def _transport(self, name: str, device: torch.device) -> AnyTransport:
         if name == "shared_memory":
@@ -268,25 +310,41 @@ class Transports:
             )
         return self._process_groups[backend]
 
-    def _node_of(self, rank: int) -> Hashable:
+    def _read_nodes(self, ranks: Sequence[int]) -> None:
+        """Read the nodes of many ranks at once, if all have published theirs."""
+        store, missing = self.rendezvous.store, [rank for rank in ranks if rank not in self._nodes]
+        keys = [_machine_key(rank) for rank in missing]
+        with suppress(dist.DistError):  # reading them one by one names the rank that is gone
+            if len(keys) > 1 and store.has_extended_api() and store.check(keys):
+                for rank, text in zip(missing, store.multi_get(keys), strict=True):
+                    self._nodes[rank] = self._parsed_node(rank, text.decode())
+
+    def _node_of(self, rank: int) -> tuple[str, int]:
         """The machine and pretended node of a rank.
 
         Raises:
             ArgumentError: SHARDWEAVE_NODE_SIZE differs on that rank.
         """
         if rank not in self._nodes:
-            machine, size = self.rendezvous.read(_machine_key(rank), rank).split()
-            if int(size) != (self._node_size or 0):
-                own, other = (f"{n}" if n else "not set" for n in (self._node_size, int(size)))
-                raise ArgumentError(
-                    f"SHARDWEAVE_NODE_SIZE: {own} on rank {self.rank}, {other} on rank {rank}; allowed: one for all"
-                )
-            self._nodes[rank] = machine, rank // self._node_size if self._node_size else 0
+            self._nodes[rank] = self._parsed_node(rank, self.rendezvous.read(_machine_key(rank), rank))
         return self._nodes[rank]
+
+    def _parsed_node(self, rank: int, text: str) -> tuple[str, int]:
+        machine, size = text.split()
+        if int(size) != (self._node_size or 0):
+            own, other = (f"{n}" if n else "not set" for n in (self._node_size, int(size)))
+            raise ArgumentError(
+                f"SHARDWEAVE_NODE_SIZE: {own} on rank {self.rank}, {other} on rank {rank}; allowed: one for all"
+            )
+        return machine, rank // self._node_size if self._node_size else 0
 
 
 def _machine_key(rank: int) -> str:
     return f"machine/{rank}"
+
+
+def _figures_key(device_type: str, rank: int) -> str:
+    return f"figures/{device_type}/{rank}"
 
 
 def why_no_memory(device: torch.device, requested: str | None) -> str | None:

@@ -1,0 +1,40 @@
+"""The node of each rank: nodes of equally many consecutive ranks, or any assignment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+
+class RankNodes(tuple[int, ...]):
+    """The node of each rank, by rank. Its hash and its array are computed once, since it is part of many cache keys."""
+
+    _hash: int
+    array: np.ndarray
+
+    def __new__(cls, nodes: Iterable[int] = ()) -> RankNodes:
+        self = super().__new__(cls, nodes)
+        self._hash = super(RankNodes, self).__hash__()
+        self.array = np.array(self, dtype=np.int64)
+        return self
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+Nodes = int | RankNodes
+"""The number of consecutive ranks of a node, or the node of each rank."""
+
+
+def nodes_of(ranks: np.ndarray, nodes: Nodes | None) -> np.ndarray:
+    """[n] the node of each of `ranks` [n]; 0 for all if `nodes` is None."""
+    if nodes is None:
+        return np.zeros_like(ranks)
+    return nodes.array[ranks] if isinstance(nodes, RankNodes) else ranks // nodes
