@@ -11,16 +11,13 @@ import logging
 import os
 import pickle
 import secrets
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import blake2b
 from pathlib import Path
-from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -28,36 +25,17 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, TransportError, UnsupportedError
 from .environment import flight_record_folder, requested_flight_records
+from .flight_record import DESCRIPTION, Call, Record, Traffic, group_name, started_entry
 
 _logger = logging.getLogger(__name__)
 
-Traffic = Callable[[], tuple[int, int]]
-"""Returns the bytes that this rank sends and receives in a call."""
-
 _VERSION = "2.10"
 """Of the format, in torch 2.11 to 2.15."""
-_COLLECTIVE = "nccl:all_to_all"
-"""The analysis accepts only libraries and collectives that it knows; this library is known to all versions of torch. Of
-an all-to-all it compares the total sizes of inputs and outputs, so ranks may differ."""
-_DESCRIPTION = "shardweave"
 _FILE_PREFIX = "shardweave_"
 _REQUESTED = "flight records requested"
-_FRAMES = 16
 _POLL, _PATIENCE = 0.5, 4.0
 """Seconds between looks at the store for a request; seconds that a failed rank waits for the files of the others."""
-_RUNTIME = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_MOST_RANKS_NAMED, _MOST_KEYS = 16, (1 << 62) - 1
-
-
-class Call(Protocol):
-    """The part of `rendezvous.CallRecord` that is recorded."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def text(self) -> str: ...
+_MOST_KEYS = (1 << 62) - 1
 
 
 class Barriers(Protocol):
@@ -65,60 +43,6 @@ class Barriers(Protocol):
 
     def enter_call(self, key: int) -> None: ...
     def late_peers(self) -> list[tuple[int, int]]: ...
-
-
-class Record:
-    """One call of this rank.
-
-    Attributes:
-        transport, device: empty and None until they are known.
-        traffic: None where the host does not know the bytes, as in token dispatch.
-        finished: when the host left the call, in nanoseconds; None: it has not.
-        has_device_work: the call has enqueued work on a GPU.
-        done: an event after that work; None: a graph was captured.
-        failed: the call raised.
-    """
-
-    __slots__ = (
-        "call", "created", "device", "done", "failed", "finished", "frames", "has_device_work", "number", "traffic",
-        "transport",
-    )  # fmt: skip
-
-    def __init__(self, number: int, call: Call) -> None:
-        self.number, self.call, self.created = number, call, time.time_ns()
-        self.transport, self.has_device_work = "", False
-        self.device: torch.device | None = None
-        self.traffic: Traffic | None = None
-        self.finished: int | None = None
-        self.done: torch.cuda.Event | None = None
-        self.failed = False
-        self.frames = _callers()
-
-    @property
-    def state(self) -> str:
-        """Where the call is: if the host has left it, "scheduled" until its work on a GPU is known to be done."""
-        if self.finished is None or self.failed:
-            return "started"
-        if not self.has_device_work:
-            return "completed"
-        with suppress(RuntimeError):  # the device is broken
-            if self.done is not None and self.done.query():
-                return "completed"
-        return "scheduled"
-
-    def as_entry(self) -> dict[str, Any]:
-        """The record as an entry of a flight record file."""
-        nbytes = (0, 0) if self.traffic is None else self.traffic()
-        name = f"{self.transport} {self.call.text}".strip()
-        entry = _entry(self.number, _group_name(self.call.ranks), self.call.number, name, self.created, nbytes)
-        entry |= {"state": self.state, "retired": self.finished is not None}
-        if entry["state"] == "completed" and self.finished is not None:
-            entry["time_discovered_completed_ns"] = self.finished
-            entry["duration_ms"] = (self.finished - self.created) / 1e6
-        entry["frames"] = [
-            {"name": code.co_name, "filename": code.co_filename, "line": line} for code, line in self.frames
-        ]
-        return entry
 
 
 class FlightRecorder:
@@ -265,19 +189,19 @@ class FlightRecorder:
         """The contents of the file."""
         records = list(self._records)
         entries = [record.as_entry() for record in records]
-        groups = {_group_name(record.call.ranks): record.call.ranks for record in records}
+        groups = {group_name(record.call.ranks): record.call.ranks for record in records}
         late = self.barriers.late_peers() if self.barriers is not None and entries else []
         for i, (peer, number) in enumerate(late):  # all ranks have the record of the call, the last one
             pair = min(self.rank, peer), max(self.rank, peer)
-            name = f"barriers of {_group_name(pair)}"
+            name = f"barriers of {group_name(pair)}"
             groups[name] = pair
             text = f"barrier inside of {records[-1].call.text}"
-            entry = _entry(records[-1].number + 1 + i, name, number, text, records[-1].created, (0, 0))
+            entry = started_entry(records[-1].number + 1 + i, name, number, text, records[-1].created, (0, 0))
             entries.append(entry | {"frames": entries[len(records) - 1]["frames"]})
         return {
             "version": _VERSION,
             "pg_config": {
-                name: {"name": name, "desc": _DESCRIPTION, "ranks": str(list(ranks))} for name, ranks in groups.items()
+                name: {"name": name, "desc": DESCRIPTION, "ranks": str(list(ranks))} for name, ranks in groups.items()
             },
             "pg_status": {},
             "comm_lib_version": "",
@@ -347,54 +271,6 @@ def _own_connection(store: Any) -> dist.Store:
 
 def _written_key(rank: int, request: str) -> str:
     return f"flight records of rank {rank} for {request}"
-
-
-def _group_name(ranks: tuple[int, ...]) -> str:
-    """A name of these ranks, which no other ranks have."""
-    if len(ranks) <= _MOST_RANKS_NAMED:
-        return f"ranks {','.join(map(str, ranks))}"
-    return f"{len(ranks)} ranks {blake2b(str(ranks).encode(), digest_size=4).hexdigest()}"
-
-
-def _callers() -> list[tuple[CodeType, int]]:
-    """The innermost frames outside of the runtime, of which a file has the functions and lines."""
-    frame = sys._getframe(2)
-    frames: list[tuple[CodeType, int]] = []
-    while frame is not None and len(frames) < _FRAMES:
-        if not frame.f_code.co_filename.startswith(_RUNTIME):
-            frames.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
-    return frames
-
-
-def _entry(record: int, group: str, number: int, name: str, created: int, nbytes: tuple[int, int]) -> dict[str, Any]:
-    """An entry of a collective that has started, in the format of torch's flight recorder.
-
-    Args:
-        record: counts the entries of this rank.
-        number: counts the collectives of the group.
-        nbytes: sent and received.
-    """
-    return {
-        "record_id": record,
-        "pg_id": 0,
-        "process_group": (group, _DESCRIPTION),
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
-        "op_id": record,
-        "is_p2p": False,
-        "profiling_name": f"{_COLLECTIVE} {name.replace(':', ';')}",  # the analysis splits it at colons
-        "time_created_ns": created,
-        "time_discovered_started_ns": created,
-        "time_discovered_completed_ns": None,
-        "input_sizes": [[nbytes[0]]],
-        "input_dtypes": ["Byte"],
-        "output_sizes": [[nbytes[1]]],
-        "output_dtypes": ["Byte"],
-        "state": "started",
-        "retired": False,
-        "frames": [],
-    }
 
 
 current: FlightRecorder | None = None
