@@ -124,7 +124,9 @@ def identify(name: str, names: dict[str, str]) -> None:
     socket.sethostname(name)
     boot_id, table = Path("/tmp/boot_id"), Path("/tmp/hosts")
     boot_id.write_text(f"{uuid.uuid4()}\n")
-    table.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {host}\n" for host, address in names.items()))
+    # The second spelling is that of a peer of an IPv6 socket, as the store's is.
+    lines = [f"{address} {host}\n::ffff:{address} {host}\n" for host, address in names.items()]
+    table.write_text("127.0.0.1 localhost\n" + "".join(lines))
     bind(boot_id, "/proc/sys/kernel/random/boot_id")
     bind(table, "/etc/hosts")
 

@@ -12,12 +12,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from ...errors import DisagreementError, MeetingTimeoutError, PeerError
 from .. import flight_recorder
+from .bounded_store import BoundedStore
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ _LONGEST_PAUSE = 2.0
 _MAX_MESSAGE, _KEPT_REFUSALS = 2000, 8  # characters of a refusal that are kept; refusals per group of ranks
 _SALT, _SALTS = 0x9E3779B97F4A, 1 << 62  # the lower 16 bits of a fingerprint number the exchanges of a call
 _PEER_GRACE = 2.0  # seconds that an error waits for the description of the peer's call
+_LONGEST_ANSWER = 5.0  # seconds that a wait or an error, which does without, waits for the store
 
 settings: dict[str, Callable[[], str]] = {}
 """Functions that return settings which must be equal on all ranks, by the name that users know. Modules add theirs."""
@@ -98,6 +101,7 @@ class Rendezvous:
 
     def __init__(self, store: dist.Store, rank: int, timeout: float, is_gone: Callable[[int], bool]) -> None:
         self.store, self.rank, self.timeout, self._is_gone = store, rank, timeout, is_gone
+        self._bounded_store = BoundedStore(store)
         self.call = CallRecord((), 0, 0, "nothing yet")
         self._sequences: dict[Ranks, _Sequence] = {}
         self._nonce = secrets.token_hex(8)  # tells apart what earlier groups left in the store
@@ -107,7 +111,7 @@ class Rendezvous:
         self._failed = self._is_evidence = False
         self._published = ""
         for kind in ("failed", "waiting", "refused"):
-            self._clear(kind)
+            self._clear(kind, timeout)
         self.publish_settings()
 
     def begin(self, ranks: Ranks, fingerprint: int, description: str | Callable[[], str]) -> int:
@@ -178,7 +182,7 @@ class Rendezvous:
     def _write_refusals(self) -> None:
         within = [[ranks, len(messages), messages[-1]] for ranks, messages in self._refused_within.items()]
         with suppress(RuntimeError):  # the rank that hosts the store is gone, or the store keeps nothing
-            self.store.set(self._key("refused", self.rank), json.dumps([self._nonce, self._refusals, within]))
+            self._set("refused", json.dumps([self._nonce, self._refusals, within]))
 
     def session(self, ranks: Ranks) -> str:
         """A unique name for this group of ranks. The first time, all of them call, and their settings are compared.
@@ -214,7 +218,7 @@ class Rendezvous:
         while True:
             text = json.dumps([self._nonce, nonces, own_settings])
             if text != written:
-                self.store.set(f"session/{_key_of(ranks)}/{self.rank}", text)
+                self._write_session(f"session/{_key_of(ranks)}/{self.rank}", text, deadline)
                 written = text
             missing = None
             for peer in peers:
@@ -234,13 +238,21 @@ class Rendezvous:
         joined = " ".join(self._nonce if rank == self.rank else nonces[rank] for rank in ranks)
         return hashlib.blake2b(joined.encode(), digest_size=12).hexdigest()
 
+    def _write_session(self, key: str, text: str, deadline: float) -> None:
+        try:
+            self._bounded_store.run(lambda store: store.set(key, text), deadline - time.monotonic())
+        except dist.DistError as error:
+            raise PeerError(
+                f"the store is gone (its rank died?); rank {self.rank} was in {self.call}: {error}"
+            ) from error
+
     def publish_settings(self) -> None:
         """Write this rank's settings to the store, for warnings of ranks that wait for it."""
         text = json.dumps({name: read() for name, read in (settings | remarks).items()})
         if text != self._published:
             self._published = text
             with suppress(RuntimeError):
-                self.store.set(self._key("settings", self.rank), text)
+                self._set("settings", text)
 
     def read(self, key: str, rank: int) -> str:
         """Wait until `rank` has written `key` to the store, and return the value.
@@ -250,17 +262,18 @@ class Rendezvous:
             PeerError: the rank failed or ended, or the store cannot be reached.
             DisagreementError: the rank refused this call, or waits in another.
         """
-        start, pause = time.monotonic(), 1e-4
+        deadline, pause = time.monotonic() + self.timeout, 1e-4
         with self.waiting() as wait:
             while True:
                 try:
-                    if self.store.check([key]):
-                        return self.store.get(key).decode()
+                    text = self._bounded_store.run(partial(_read, key), deadline - time.monotonic())
+                    if text is not None:
+                        return text
                 except dist.DistError as error:
                     raise PeerError(
                         f"the store is gone (its rank died?) while waiting for rank {rank}: {error}"
                     ) from error
-                if time.monotonic() > start + self.timeout:
+                if time.monotonic() > deadline:
                     raise self.timeout_error(rank, why=f": it wrote no {key}")
                 wait.poll([rank])
                 time.sleep(pause)
@@ -299,7 +312,7 @@ class Rendezvous:
         self._failed = self._is_evidence = True
         self.write_waiting(0)
         with suppress(dist.DistError):
-            self.store.set(self._key("failed", self.rank), text)
+            self._set("failed", text)
 
     def failure(self, rank: int) -> str | None:
         """The text of a rank's `fail`; None if it has not failed."""
@@ -367,7 +380,7 @@ class Rendezvous:
         counts = {_key_of(ranks): sequence.number for ranks, sequence in dict(self._sequences).items()}
         with suppress(dist.DistError):
             text = json.dumps([self._nonce, polls, *self.call[:3], self.call.text, counts])
-            self.store.set(self._key("waiting", self.rank), text)
+            self._set("waiting", text)
 
     def clear_waiting(self) -> None:
         """Remove what `write_waiting` wrote, unless errors of peers need it."""
@@ -431,14 +444,25 @@ class Rendezvous:
         return None
 
     def _get(self, kind: str, rank: int) -> str | None:
-        key = self._key(kind, rank)
-        text = self.store.get(key).decode() if self.store.check([key]) else ""
-        return text or None
+        return self._bounded_store.run(partial(_read, self._key(kind, rank)), self._longest_answer) or None
 
-    def _clear(self, kind: str) -> None:
+    def _set(self, kind: str, text: str, within: float | None = None) -> None:
+        """Write a text of this rank. `within`: seconds to wait for the store.
+
+        Raises:
+            RuntimeError: the store cannot be reached (dist.DistError), or keeps nothing.
+        """
+        key = self._key(kind, self.rank)
+        self._bounded_store.run(lambda store: store.set(key, text), within or self._longest_answer)
+
+    @property
+    def _longest_answer(self) -> float:
+        return min(_LONGEST_ANSWER, self.timeout / 4)
+
+    def _clear(self, kind: str, within: float | None = None) -> None:
         # Not `delete_key`: a peer that has just checked the key would wait until it exists again.
         with suppress(RuntimeError):  # the store of a fake group keeps nothing
-            self.store.set(self._key(kind, self.rank), "")
+            self._set(kind, "", within)
 
     @staticmethod
     def _key(kind: str, rank: int) -> str:
@@ -521,6 +545,10 @@ def _compare_settings(rank: int, here: dict[str, str], peer: int, there: dict[st
             raise DisagreementError(
                 f"{name}: {here[name]} on rank {rank}, {there.get(name)} on rank {peer}; allowed: the same on all ranks"
             )
+
+
+def _read(key: str, store: dist.Store) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _key_of(ranks: Iterable[int]) -> str:
