@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,9 +35,11 @@ _PROCESSES = min(8, max(1, (os.cpu_count() or 1) // 2))  # of a section that is 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run: the folder of its files, whether there is no GPU, the seconds in which a test has to end."""
+    """Of a run: the folder of its files, one of the plugin and of logs, whether there is no GPU, the seconds in which a
+    test has to end."""
 
     out: Path
+    scratch: Path
     dry: bool
     test_seconds: float
 
@@ -52,7 +56,7 @@ class Running:
 
     def __init__(self, section: Section, part: int, parts: int, settings: Settings) -> None:
         self.section, self.part, self.settings, self.began = section, part, settings, time.time()
-        self.tests_before, self.log = settings.started(), settings.out / f"{section.name}-{part}.log"
+        self.tests_before, self.log = settings.started(), settings.scratch / f"{section.name}-{part}.log"
         if section.is_python:
             command = [word.format(out=settings.out) for word in section.arguments] + ["--dry"] * settings.dry
         else:
@@ -60,9 +64,9 @@ class Running:
             command += ["--continue-on-collection-errors", "-m", section.dry_marker if settings.dry else section.marker]
         environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ  # there may be no network
         environment |= {
-            "PYTHONPATH": os.pathsep.join([str(Path(outcomes.__file__).parent), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(settings.scratch), os.environ.get("PYTHONPATH", "")]),
             "TRITON_CACHE_DIR": str(cache_folder()),
-            "SHARDWEAVE_TEST_SHARD": f"{part}/{parts}",
+            outcomes.SHARD: f"{part}/{parts}",
             outcomes.FILE: str(settings.rows),
             outcomes.SECTION: section.name,
         }
@@ -155,14 +159,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR", ".triton")).absolute()
 
 
-def take_former(former: Path, settings: Settings, only: Sequence[str]) -> None:
-    """Take over a former run's cache, and the rows of what passed or was skipped.
+def take_former(former: Path | None, settings: Settings, only: Sequence[str]) -> None:
+    """Take over a former run's cache, and the rows of what passed or was skipped. None: begin without rows.
 
     Raises:
         ArgumentError: there is no former run in the folder, or just one of the two is dry.
     """
-    rows = list(outcomes.read(former / ROWS))
-    if not rows or any(row.get("dry", settings.dry) != settings.dry for row in rows):
+    rows = list(outcomes.read(former / ROWS)) if former else []
+    if former and not rows or any(row.get("dry", settings.dry) != settings.dry for row in rows):
         kind = "with --dry" if settings.dry else "without --dry"
         raise ArgumentError(f"--from: {str(former)!r}; allowed: the folder of a former run {kind}")
     settings.rows.unlink(missing_ok=True)
@@ -172,9 +176,10 @@ def take_former(former: Path, settings: Settings, only: Sequence[str]) -> None:
         kept = row["test"] in done if "test" in row else row.get("ended") in (None, "exit 0", "exit 5")
         if kept and row["section"] not in only:
             outcomes.write(settings.rows, **row)
-    if (former / CACHE).exists():
+    if former and (former / CACHE).exists():
         with tarfile.open(former / CACHE) as file:
-            file.extractall(cache_folder(), **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+            file.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+            file.extractall(cache_folder())
 
 
 def main(argv: Sequence[str] | None = None, sections: Sequence[Section] = SECTIONS) -> int:
@@ -187,22 +192,20 @@ def main(argv: Sequence[str] | None = None, sections: Sequence[Section] = SECTIO
     parser.add_argument("--seconds", type=float, default=470.0, help="for all (default: %(default)s)")
     parser.add_argument("--test-seconds", type=float, default=90.0, help="for one test (default: %(default)s)")
     given = parser.parse_args(argv)
-    settings = Settings(given.out.absolute(), given.dry, given.test_seconds)
     only = [name for name in given.only.split(",") if name]
     if unknown := set(only) - {one.name for one in sections}:
         parser.error(f"--only: {', '.join(sorted(unknown))}; allowed: {names}")
-    settings.out.mkdir(parents=True, exist_ok=True)
-    try:
-        if given.former is not None:
-            take_former(given.former, settings, only)
-        else:
-            settings.rows.unlink(missing_ok=True)
-    except ArgumentError as error:
-        parser.error(str(error))
     # Through `finally`, which ends the processes.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        report = run(sections, settings, given.seconds, only)
+        with tempfile.TemporaryDirectory() as scratch:
+            shutil.copy(outcomes.__file__, scratch)
+            settings = Settings(given.out.absolute(), Path(scratch), given.dry, given.test_seconds)
+            settings.out.mkdir(parents=True, exist_ok=True)
+            take_former(given.former, settings, only)
+            report = run(sections, settings, given.seconds, only)
+    except ArgumentError as error:
+        parser.error(str(error))
     finally:
         signal.signal(signal.SIGTERM, before)
     return int(not all(one["outcome"] in ("passed", "skipped") for one in report.values()))
