@@ -1,7 +1,7 @@
 """`make gpu`, from the repository's root: runs the sections in processes of their own, each with a time limit.
 
 Files in `--out`: `gpu.jsonl` (a row for each test when it starts and when it ends), `gpu.json` and `gpu.md` (the
-report, written again after each section), the files of `targets`, and `triton_cache.tar.gz`. A later run with `--from`
+report, written again after each section), the files of `targets`, and `triton_cache.tar`. A later run with `--from`
 that folder skips what passed, and compiles nothing again. After a test that kills its process, leaves CUDA unusable, or
 hangs, the section goes on in another process.
 """
@@ -9,6 +9,7 @@ hangs, the section goes on in another process.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -27,7 +28,7 @@ from shardweave.bench.gpu import outcomes, section_report
 from shardweave.bench.gpu.sections import SECTIONS, Section
 from shardweave.errors import ArgumentError
 
-ROWS, CACHE = "gpu.jsonl", "triton_cache.tar.gz"
+ROWS, CACHE = "gpu.jsonl", "triton_cache.tar"
 _LONGEST_END = 5.0  # seconds that killed processes get to go
 _SHOWN = 12_000  # characters of a process's output
 _PROCESSES = min(8, max(1, (os.cpu_count() or 1) // 2))  # of a section that is split
@@ -61,7 +62,7 @@ class Running:
             command = [word.format(out=settings.out) for word in section.arguments] + ["--dry"] * settings.dry
         else:
             command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "outcomes", *section.arguments]
-            command += ["--continue-on-collection-errors", "-m", section.dry_marker if settings.dry else section.marker]
+            command += ["--continue-on-collection-errors", "-m", section.marker, *section.dry * settings.dry]
         environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ  # there may be no network
         environment |= {
             "PYTHONPATH": os.pathsep.join([str(settings.scratch), os.environ.get("PYTHONPATH", "")]),
@@ -89,8 +90,8 @@ class Running:
         end(self.process)
         text, seconds = self.log.read_text(encoding="utf-8", errors="replace")[-_SHOWN:], time.time() - self.began
         self.log.unlink()
-        row = {"section": self.section.name, "ended": why, "seconds": round(seconds, 1), "dry": self.settings.dry}
-        outcomes.write(self.settings.rows, **row, text=text)
+        row = {"section": self.section.name, "ended": why, "seconds": round(seconds, 1), "text": text}
+        outcomes.write(self.settings.rows, **row)
 
 
 def run_section(section: Section, settings: Settings, seconds: float) -> None:
@@ -144,12 +145,12 @@ def run(sections: Sequence[Section], settings: Settings, seconds: float, only: S
             continue
         print(f"{section.name}: begun, {left:.0f} s left", flush=True)
         try:
-            run_section(section, settings, min(section.seconds, left))
+            run_section(section, settings, min(section.seconds * (3 if settings.dry else 1), left))
         finally:
             report = section_report.write(sections, settings.rows, settings.dry)
         print("\n".join(section_report.lines_of(section.name, report[section.name])), flush=True)
         if cache_folder().is_dir():
-            with tarfile.open(settings.out / CACHE, "w:gz", compresslevel=1) as file:
+            with tarfile.open(settings.out / CACHE, "w:xz", preset=0) as file:  # about 15 KB a kernel, half of gzip's
                 file.add(cache_folder(), arcname=".")
     return report
 
@@ -165,17 +166,23 @@ def take_former(former: Path | None, settings: Settings, only: Sequence[str]) ->
     Raises:
         ArgumentError: there is no former run in the folder, or just one of the two is dry.
     """
-    rows = list(outcomes.read(former / ROWS)) if former else []
-    if former and not rows or any(row.get("dry", settings.dry) != settings.dry for row in rows):
-        kind = "with --dry" if settings.dry else "without --dry"
-        raise ArgumentError(f"--from: {str(former)!r}; allowed: the folder of a former run {kind}")
+    kept = []
+    if former:
+        try:
+            report = json.loads((former / "gpu.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"--from: {error}; allowed: the folder of a former run") from error
+        if report["dry"] != settings.dry:
+            raise ArgumentError(f"--from: a run with{'' if report['dry'] else 'out'} --dry; allowed: one as this")
+        passed = {name for name, one in report["sections"].items() if one["outcome"] in ("passed", "skipped")}
+        rows = list(outcomes.read(former / ROWS))
+        done = {row["test"] for row in rows if row.get("outcome") in ("passed", "skipped")}
+        done -= {row["test"] for row in rows if row.get("outcome") in ("failed", "error")}
+        kept = [row for row in rows if row["section"] not in only
+                and (row["test"] in done if "test" in row else row["section"] in passed)]  # fmt: skip
     settings.rows.unlink(missing_ok=True)
-    done = {row["test"] for row in rows if row.get("outcome") in ("passed", "skipped")}
-    done -= {row["test"] for row in rows if row.get("outcome") in ("failed", "error")}
-    for row in rows:
-        kept = row["test"] in done if "test" in row else row.get("ended") in (None, "exit 0", "exit 5")
-        if kept and row["section"] not in only:
-            outcomes.write(settings.rows, **row)
+    for row in kept:
+        outcomes.write(settings.rows, **row)
     if former and (former / CACHE).exists():
         with tarfile.open(former / CACHE) as file:
             file.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)

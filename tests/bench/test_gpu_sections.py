@@ -124,11 +124,11 @@ def test_sections_that_die_and_hang_lose_nothing(run_in: Callable[..., dict[str,
 
 
 def test_wrong_arguments(run_in: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes.write(ROWS, section="facts", ended="exit 0", dry=True)
+    Path("gpu.json").write_text('{"dry": true, "sections": {}}')
     for arguments, text in (
         (["--only", "facts,nothing"], "--only: nothing; allowed: facts, first, everything"),
-        (["--from", "nowhere"], "--from: 'nowhere'; allowed: the folder of a former run without --dry"),
-        (["--from", "."], "--from: '.'; allowed: the folder of a former run without --dry"),
+        (["--from", "nowhere"], "'nowhere/gpu.json'; allowed: the folder of a former run"),
+        (["--from", "."], "--from: a run with --dry; allowed: one as this"),
     ):
         with pytest.raises(SystemExit):
             run_in("out", *arguments)
