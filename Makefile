@@ -90,10 +90,10 @@ docs-site: $(READY)
 
 # For a machine with a GPU and no network: the python on PATH has torch, triton, numpy and pytest; nothing is installed.
 # Tests and measurements in sections, 8 minutes at most; a report and what the next run needs are in $OUT, or in
-# bench/results/gpu. `make gpu ARGS=--dry` needs no GPU. docs/gpu.md has the rest.
+# .gpu. `make gpu ARGS=--dry` needs no GPU. docs/gpu.md has the rest.
 gpu:
 	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
-	PYTHONPATH="$$links" $(PYTHON) -m shardweave.bench.gpu.run_sections --out "$${OUT:-bench/results/gpu}" $(ARGS)
+	PYTHONPATH="$$links" $(PYTHON) -m shardweave.bench.gpu.run_sections --out "$${OUT:-.gpu}" $(ARGS)
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (torch is downloaded once, if pip has not got it)"

@@ -24,7 +24,7 @@ NAVIGATION = {
         ],
         "Look up": ["docs/troubleshooting", "docs/errors", "docs/environment", "docs/versions", "CHANGELOG"],
         "API": ["docs/api/index"],
-        "Contribute": ["CONTRIBUTING", "docs/how-it-works", "docs/architecture"],
+        "Contribute": ["CONTRIBUTING", "docs/how-it-works", "docs/architecture", "docs/gpu"],
     },
     "docs/api/index": {
         "API": [

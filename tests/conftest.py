@@ -1,5 +1,4 @@
-"""Tests split over processes: `SHARDWEAVE_TEST_SHARD=2/8` runs every eighth of those selected, from the third on. And
-what every process of tests needs."""
+"""What every process of tests needs."""
 
 from __future__ import annotations
 
@@ -28,17 +27,10 @@ _LONG = {f"test_{name}" for name in f"{_LONG_MOE_AND_TRANSPORTS} {_LONG_OTHERS}"
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files are shared out in this order: long ones first, and those with ranks before those without, so that no worker
     # is left alone with one in the end.
     items.sort(key=lambda item: (item.path.stem not in _LONG, _ORDER.get(item.path.parent.name, len(_ORDER))))
-    shard = os.environ.get("SHARDWEAVE_TEST_SHARD")
-    if not shard:
-        return
-    first, every = map(int, shard.split("/"))
-    kept = items[first::every]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

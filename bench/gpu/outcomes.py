@@ -4,7 +4,8 @@
 nothing of shardweave, and works as a copy. Other variables:
 
 - SHARDWEAVE_TEST_SECTION=NAME: goes into each row. Tests that FILE has already are not run again.
-- SHARDWEAVE_TEST_FIRST=1: of each test function only the first case.
+- SHARDWEAVE_TEST_FIRST=1: of each test function only the first case. SHARDWEAVE_TEST_SHARD=2/8: of these every eighth,
+  from the third on.
 - SHARDWEAVE_TEST_FORKSERVER=MODULE,MODULE: processes that tests spawn start from a server that has imported these, as
   this process has. torch's tests spawn new ranks for every test, which takes seconds each.
 """
@@ -23,7 +24,7 @@ from typing import Any
 import pytest
 
 FILE, FORK = "SHARDWEAVE_TEST_OUTCOMES", "SHARDWEAVE_TEST_FORKSERVER"
-SECTION, FIRST = "SHARDWEAVE_TEST_SECTION", "SHARDWEAVE_TEST_FIRST"
+SECTION, FIRST, SHARD = "SHARDWEAVE_TEST_SECTION", "SHARDWEAVE_TEST_FIRST", "SHARDWEAVE_TEST_SHARD"
 LOST = 86
 """The exit code after a test that left CUDA unusable for its process."""
 
@@ -60,13 +61,14 @@ def pytest_configure(config: Any) -> None:
     processes.set_start_method = lambda method, force=False: start("forkserver", force=True)
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_collection_modifyitems(config: Any, items: list[Any]) -> Iterator[None]:
-    yield  # after deselection by marker and by part
+@pytest.hookimpl(trylast=True)  # after deselection by marker
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     if SECTION not in os.environ:
         return
-    kept = {getattr(item, "originalname", item.name) + str(item.path): item for item in reversed(items)}
-    selected = [item for item in items if FIRST not in os.environ or item in kept.values()]
+    first = {(item.path, getattr(item, "originalname", item.name)): item for item in reversed(items)}
+    selected = [item for item in items if FIRST not in os.environ or item in first.values()]
+    part, parts = map(int, os.environ.get(SHARD, "0/1").split("/"))
+    selected = selected[part::parts]
     _write(selected=[item.nodeid for item in selected])
     known = {row.get("test") for row in read(Path(os.environ[FILE]))}
     left = [item for item in selected if item.nodeid not in known]

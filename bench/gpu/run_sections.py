@@ -1,7 +1,7 @@
 """`make gpu`, from the repository's root: runs the sections in processes of their own, each with a time limit.
 
 Files in `--out`: `gpu.jsonl` (a row for each test when it starts and when it ends), `gpu.json` and `gpu.md` (the
-report, written again after each section), the files of `targets`, and `triton_cache.tar.gz`. A later run with `--from`
+report, written again after each section), the files of `targets`, and `triton_cache.tar`. A later run with `--from`
 that folder skips what passed, and compiles nothing again. After a test that kills its process, leaves CUDA unusable, or
 hangs, the section goes on in another process.
 """
@@ -9,11 +9,14 @@ hangs, the section goes on in another process.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,7 +28,7 @@ from shardweave.bench.gpu import outcomes, section_report
 from shardweave.bench.gpu.sections import SECTIONS, Section
 from shardweave.errors import ArgumentError
 
-ROWS, CACHE = "gpu.jsonl", "triton_cache.tar.gz"
+ROWS, CACHE = "gpu.jsonl", "triton_cache.tar"
 _LONGEST_END = 5.0  # seconds that killed processes get to go
 _SHOWN = 12_000  # characters of a process's output
 _PROCESSES = min(8, max(1, (os.cpu_count() or 1) // 2))  # of a section that is split
@@ -33,9 +36,11 @@ _PROCESSES = min(8, max(1, (os.cpu_count() or 1) // 2))  # of a section that is 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run: the folder of its files, whether there is no GPU, the seconds in which a test has to end."""
+    """Of a run: the folder of its files, one of the plugin and of logs, whether there is no GPU, the seconds in which a
+    test has to end."""
 
     out: Path
+    scratch: Path
     dry: bool
     test_seconds: float
 
@@ -52,17 +57,17 @@ class Running:
 
     def __init__(self, section: Section, part: int, parts: int, settings: Settings) -> None:
         self.section, self.part, self.settings, self.began = section, part, settings, time.time()
-        self.tests_before, self.log = settings.started(), settings.out / f"{section.name}-{part}.log"
+        self.tests_before, self.log = settings.started(), settings.scratch / f"{section.name}-{part}.log"
         if section.is_python:
             command = [word.format(out=settings.out) for word in section.arguments] + ["--dry"] * settings.dry
         else:
             command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "outcomes", *section.arguments]
-            command += ["--continue-on-collection-errors", "-m", section.dry_marker if settings.dry else section.marker]
+            command += ["--continue-on-collection-errors", "-m", section.marker, *section.dry * settings.dry]
         environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ  # there may be no network
         environment |= {
-            "PYTHONPATH": os.pathsep.join([str(Path(outcomes.__file__).parent), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(settings.scratch), os.environ.get("PYTHONPATH", "")]),
             "TRITON_CACHE_DIR": str(cache_folder()),
-            "SHARDWEAVE_TEST_SHARD": f"{part}/{parts}",
+            outcomes.SHARD: f"{part}/{parts}",
             outcomes.FILE: str(settings.rows),
             outcomes.SECTION: section.name,
         }
@@ -85,8 +90,8 @@ class Running:
         end(self.process)
         text, seconds = self.log.read_text(encoding="utf-8", errors="replace")[-_SHOWN:], time.time() - self.began
         self.log.unlink()
-        row = {"section": self.section.name, "ended": why, "seconds": round(seconds, 1), "dry": self.settings.dry}
-        outcomes.write(self.settings.rows, **row, text=text)
+        row = {"section": self.section.name, "ended": why, "seconds": round(seconds, 1), "text": text}
+        outcomes.write(self.settings.rows, **row)
 
 
 def run_section(section: Section, settings: Settings, seconds: float) -> None:
@@ -140,12 +145,12 @@ def run(sections: Sequence[Section], settings: Settings, seconds: float, only: S
             continue
         print(f"{section.name}: begun, {left:.0f} s left", flush=True)
         try:
-            run_section(section, settings, min(section.seconds, left))
+            run_section(section, settings, min(section.seconds * (3 if settings.dry else 1), left))
         finally:
             report = section_report.write(sections, settings.rows, settings.dry)
         print("\n".join(section_report.lines_of(section.name, report[section.name])), flush=True)
         if cache_folder().is_dir():
-            with tarfile.open(settings.out / CACHE, "w:gz", compresslevel=1) as file:
+            with tarfile.open(settings.out / CACHE, "w:xz", preset=0) as file:  # about 15 KB a kernel, half of gzip's
                 file.add(cache_folder(), arcname=".")
     return report
 
@@ -155,26 +160,33 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR", ".triton")).absolute()
 
 
-def take_former(former: Path, settings: Settings, only: Sequence[str]) -> None:
-    """Take over a former run's cache, and the rows of what passed or was skipped.
+def take_former(former: Path | None, settings: Settings, only: Sequence[str]) -> None:
+    """Take over a former run's cache, and the rows of what passed or was skipped. None: begin without rows.
 
     Raises:
         ArgumentError: there is no former run in the folder, or just one of the two is dry.
     """
-    rows = list(outcomes.read(former / ROWS))
-    if not rows or any(row.get("dry", settings.dry) != settings.dry for row in rows):
-        kind = "with --dry" if settings.dry else "without --dry"
-        raise ArgumentError(f"--from: {str(former)!r}; allowed: the folder of a former run {kind}")
+    kept = []
+    if former:
+        try:
+            report = json.loads((former / "gpu.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"--from: {error}; allowed: the folder of a former run") from error
+        if report["dry"] != settings.dry:
+            raise ArgumentError(f"--from: a run with{'' if report['dry'] else 'out'} --dry; allowed: one as this")
+        passed = {name for name, one in report["sections"].items() if one["outcome"] in ("passed", "skipped")}
+        rows = list(outcomes.read(former / ROWS))
+        done = {row["test"] for row in rows if row.get("outcome") in ("passed", "skipped")}
+        done -= {row["test"] for row in rows if row.get("outcome") in ("failed", "error")}
+        kept = [row for row in rows if row["section"] not in only
+                and (row["test"] in done if "test" in row else row["section"] in passed)]  # fmt: skip
     settings.rows.unlink(missing_ok=True)
-    done = {row["test"] for row in rows if row.get("outcome") in ("passed", "skipped")}
-    done -= {row["test"] for row in rows if row.get("outcome") in ("failed", "error")}
-    for row in rows:
-        kept = row["test"] in done if "test" in row else row.get("ended") in (None, "exit 0", "exit 5")
-        if kept and row["section"] not in only:
-            outcomes.write(settings.rows, **row)
-    if (former / CACHE).exists():
+    for row in kept:
+        outcomes.write(settings.rows, **row)
+    if former and (former / CACHE).exists():
         with tarfile.open(former / CACHE) as file:
-            file.extractall(cache_folder(), **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+            file.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+            file.extractall(cache_folder())
 
 
 def main(argv: Sequence[str] | None = None, sections: Sequence[Section] = SECTIONS) -> int:
@@ -187,22 +199,20 @@ def main(argv: Sequence[str] | None = None, sections: Sequence[Section] = SECTIO
     parser.add_argument("--seconds", type=float, default=470.0, help="for all (default: %(default)s)")
     parser.add_argument("--test-seconds", type=float, default=90.0, help="for one test (default: %(default)s)")
     given = parser.parse_args(argv)
-    settings = Settings(given.out.absolute(), given.dry, given.test_seconds)
     only = [name for name in given.only.split(",") if name]
     if unknown := set(only) - {one.name for one in sections}:
         parser.error(f"--only: {', '.join(sorted(unknown))}; allowed: {names}")
-    settings.out.mkdir(parents=True, exist_ok=True)
-    try:
-        if given.former is not None:
-            take_former(given.former, settings, only)
-        else:
-            settings.rows.unlink(missing_ok=True)
-    except ArgumentError as error:
-        parser.error(str(error))
     # Through `finally`, which ends the processes.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        report = run(sections, settings, given.seconds, only)
+        with tempfile.TemporaryDirectory() as scratch:
+            shutil.copy(outcomes.__file__, scratch)
+            settings = Settings(given.out.absolute(), Path(scratch), given.dry, given.test_seconds)
+            settings.out.mkdir(parents=True, exist_ok=True)
+            take_former(given.former, settings, only)
+            report = run(sections, settings, given.seconds, only)
+    except ArgumentError as error:
+        parser.error(str(error))
     finally:
         signal.signal(signal.SIGTERM, before)
     return int(not all(one["outcome"] in ("passed", "skipped") for one in report.values()))

@@ -15,7 +15,7 @@ class Section:
     Attributes:
         seconds: the limit.
         arguments: of pytest, or of python where the first is -m or -c; {out} is the folder of results.
-        marker: of the tests; `dry_marker` without a GPU, where kernels run in Triton's interpreter.
+        marker: of the tests. `dry`: pytest's options in place of it without a GPU, where kernels are interpreted.
         first: of each test function only the first case.
         split: tests are shared out to several processes, since most of the time is spent on compiling.
         timeout: SHARDWEAVE_TIMEOUT: ranks that share a GPU report a rank that does not come before the time is up.
@@ -25,7 +25,7 @@ class Section:
     seconds: float
     arguments: tuple[str, ...]
     marker: str = "gpu"
-    dry_marker: str = "gpu"
+    dry: tuple[str, ...] = ()
     first: bool = False
     split: bool = False
     timeout: str = ""
@@ -36,14 +36,14 @@ class Section:
 
 
 SECTIONS = (
-    Section("environment", 60, ("-m", "shardweave.bench.gpu.environment")),
-    Section("signal", 60, ("tests/kernels/test_signal.py", "-k", "one_device"), dry_marker="interp"),
-    Section("one-of-each-kernel", 120, ("tests/kernels",), dry_marker="interp", first=True, split=True),
+    Section("environment", 90, ("-m", "shardweave.bench.gpu.environment")),
+    Section("signal", 90, ("tests/kernels/test_signal.py", "-k", "one_device"), dry=("-m", "interp")),
+    Section("one-of-each-kernel", 120, ("tests/kernels",), dry=("-m", "interp", "-k", "cpu"), first=True, split=True),
     Section("rendezvous", 90, (_SYMMETRIC, "-k", "two_hundred_calls"), first=True, timeout="3"),
     Section("capture", 120, (_SYMMETRIC, _PROGRAMS, "-k", "captured or graph_replay"), first=True, timeout="3"),
-    Section("missing-peer", 60, (_SYMMETRIC, "-k", "missing_rank"), timeout="3"),
+    Section("missing-peer", 90, (_SYMMETRIC, "-k", "missing_rank"), timeout="3"),
     Section("token-windows", 120, (f"{_RUNTIME}/moe/test_windows.py",), timeout="3"),
-    Section("leases", 30, (f"{_TRANSPORTS}/test_buffer_pool.py",)),
+    Section("leases", 60, (f"{_TRANSPORTS}/test_buffer_pool.py",)),
     Section("kernels", 180, ("tests/kernels",), split=True),
     Section("programs", 180, (_PROGRAMS, f"{_TRANSPORTS}/test_hierarchical.py", *(
         f"{_RUNTIME}/moe/test_{name}.py" for name in ("compile", "permute_indices", "torchtitan_dispatcher")))),
@@ -51,5 +51,5 @@ SECTIONS = (
     Section("ranks-on-one-gpu", 180, (_SYMMETRIC, "tests/cli/test_replay_on_gpus.py"), timeout="3"),
     Section("ranks-on-several-gpus", 180, (_SYMMETRIC, *(
         f"{_TRANSPORTS}/test_{name}.py" for name in ("symmetric_hierarchical", "process_group_on_devices"))),
-        marker="multigpu", dry_marker="multigpu"),
+        marker="multigpu"),
 )  # fmt: skip

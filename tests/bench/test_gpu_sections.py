@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardweave.bench.gpu import outcomes, section_report
+from shardweave.bench.gpu import outcomes, run_sections, section_report
 from shardweave.bench.gpu.run_sections import CACHE, ROWS, main
 from shardweave.bench.gpu.sections import SECTIONS, Section
 
@@ -53,14 +53,12 @@ def test_last(): pass
 ALL = ("tests/test_all.py",)
 STAND_INS = (
     Section("facts", 20, ("-c", "print('driver: 1')")),
-    Section("first", 30, ALL + ("-k", "passes or after"), first=True),
+    Section("first", 30, ALL + ("-k", "passes or after"), first=True, split=True),
     Section("everything", 30, ALL),
     Section("fails", 20, ("-c", "raise SystemExit('no compiler')")),
     Section("dies", 20, ("-c", "import os; print('begun', flush=True); os.kill(os.getpid(), 9)")),
     Section("sleeps", 0.5, ("-c", "import time; time.sleep(300)")),
-    Section("empty", 20, ALL + ("-k", "no_such_test")),
     Section("broken", 20, ("tests/test_broken.py",)),
-    Section("skipped", 20, ALL + ("-k", "is_skipped")),
     Section("unreached", 20, ALL + ("-k", "not hangs")),
 )
 
@@ -75,6 +73,7 @@ def run_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
     (tmp_path / "cache/key").mkdir(parents=True)
     (tmp_path / "cache/key/kernel.cubin").write_bytes(b"machine code")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_sections, "_PROCESSES", 2)
     monkeypatch.chdir(tmp_path)
 
     def run(out: str, *arguments: str, sections: tuple[Section, ...] = STAND_INS) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def test_sections_that_die_and_hang_lose_nothing(run_in: Callable[..., dict[str,
     found = run_in("out", "--only", ",".join(one.name for one in STAND_INS[:-1]))
     assert {name: one["outcome"] for name, one in found.items()} == {
         "facts": "passed", "first": "passed", "everything": "killed", "fails": "failed", "dies": "killed",
-        "sleeps": "timed out", "empty": "failed", "broken": "failed", "skipped": "skipped", "unreached": "not reached",
+        "sleeps": "timed out", "broken": "failed", "unreached": "not reached",
     }  # fmt: skip
     assert found["first"]["tests"]["passed"] == 2, "test_passes and the first case of test_after"
     counts = {"passed": 4, "failed": 2, "error": 1, "killed": 2, "skipped": 1, "not reached": 0}
@@ -107,7 +106,7 @@ def test_sections_that_die_and_hang_lose_nothing(run_in: Callable[..., dict[str,
                    "test_teardown": "error", "test_hangs": "killed"}  # fmt: skip
     assert gone("child") and found["facts"]["output"] == "driver: 1\n" and "begun" in found["dies"]["output"]
     page = Path("out/gpu.md").read_text()
-    for text in ("one is not two", "illegal memory access", "no compiler", "`empty`: exit 5", "no_such_module",
+    for text in ("one is not two", "illegal memory access", "no compiler", "no_such_module",
                  "1 skipped: no such GPU", "hung: no test ended in 5 s", "killed by signal 9"):  # fmt: skip
         assert text in page, text
     positions = [page.index(f"- **{one.name}: ") for one in STAND_INS]
@@ -125,11 +124,11 @@ def test_sections_that_die_and_hang_lose_nothing(run_in: Callable[..., dict[str,
 
 
 def test_wrong_arguments(run_in: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes.write(ROWS, section="facts", ended="exit 0", dry=True)
+    Path("gpu.json").write_text('{"dry": true, "sections": {}}')
     for arguments, text in (
         (["--only", "facts,nothing"], "--only: nothing; allowed: facts, first, everything"),
-        (["--from", "nowhere"], "--from: 'nowhere'; allowed: the folder of a former run without --dry"),
-        (["--from", "."], "--from: '.'; allowed: the folder of a former run without --dry"),
+        (["--from", "nowhere"], "'nowhere/gpu.json'; allowed: the folder of a former run"),
+        (["--from", "."], "--from: a run with --dry; allowed: one as this"),
     ):
         with pytest.raises(SystemExit):
             run_in("out", *arguments)
@@ -144,13 +143,18 @@ def test_terminated_run_ends_its_sections_and_writes_a_report(run_in: Callable[.
     assert gone("child") and "sleeps: killed" in Path("out/gpu.md").read_text()
 
 
-def test_rows_of_a_truncated_file(tmp_path: Path) -> None:
-    file = tmp_path / ROWS
+def test_outcome_of_rows(tmp_path: Path) -> None:
+    file, section = tmp_path / ROWS, Section("a", 1, ("tests",))
+    end = {"section": "a", "ended": "exit 5", "seconds": 1.0, "text": ""}
+    assert section_report.section_of(section, [end])["outcome"] == "failed", "it has no test"
+    skipped = {"section": "b", "test": "x", "outcome": "skipped", "text": "no GPU"}
+    found = section_report.section_of(section, [skipped, {"section": "a", "selected": ["x"]}, end])
+    assert found["outcome"] == "skipped" and found["skipped"] == {"no GPU": 1}
     outcomes.write(file, section="a", selected=["x", "y", "z"])
     for test, outcome in (("x", "started"), ("x", "passed"), ("x", "error"), ("x", "finished"), ("y", "started")):
         outcomes.write(file, section="a", test=test, outcome=outcome)
     file.write_text(file.read_text() + '{"section": "a", "test": "y", "outc')
-    found = section_report.section_of(Section("a", 1, ("tests",)), outcomes.read(file))
+    found = section_report.section_of(section, outcomes.read(file))  # the last row is incomplete
     assert {state: n for state, n in found["tests"].items() if n} == {"error": 1, "killed": 1, "not reached": 1}
 
 

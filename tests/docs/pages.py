@@ -43,7 +43,7 @@ NOT_RUN = {
     "make nightly": "is make test, make test-nightly and make test-newest",
     "make test-torch": "downloads another torch; tests themselves",
     "make test-newest": "downloads another torch; tests themselves",
-    "make gpu": "needs a GPU; test_gpu_targets.py runs both of its commands without one",
+    "make gpu": "needs a GPU; test_gpu_sections.py runs all sections without one",
 }
 
 _FENCE = re.compile(r"^(\s*)```(.*)$")
