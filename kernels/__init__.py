@@ -18,6 +18,7 @@ from .pairs_cpu import Pairs
 from .push_rows import padding_rows, push_rows
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
 from .reduce_cpu import reduce_views
+from .route_rows import route_rows
 from .rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
 from .signal import build_signal, signal, wait_limit
 from .silu_and_mul import silu_and_mul, silu_and_mul_backward
@@ -74,6 +75,7 @@ __all__ = [
     "reduce_launches",
     "reduce_table",
     "reduce_views",
+    "route_rows",
     "count_pairs",
     "share_counts",
     "signal",

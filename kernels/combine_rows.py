@@ -41,7 +41,9 @@ def rounded(value, DTYPE: tl.constexpr, SOFT: tl.constexpr):
     return decode(encode(value, DTYPE, SOFT), DTYPE, SOFT)
 
 
-@triton.jit(do_not_specialize=["out", "out_stride", "add", "add_stride", "weight_stride", "choice_stride"])
+@triton.jit(
+    do_not_specialize=["out", "out_stride", "add", "add_stride", "weight_stride", "choice_stride", "blocks", "programs"]
+)
 def combine_rows_kernel(
     key_in,  # int32 [tokens, K]
     row_in,  # int32 [tokens, K]
@@ -55,6 +57,8 @@ def combine_rows_kernel(
     add_stride: tl.int64,
     weight_stride: tl.int64,
     choice_stride: tl.int64,
+    blocks: tl.int64,
+    programs: tl.int64,
     K: tl.constexpr,
     H: tl.constexpr,
     COLS: tl.constexpr,
@@ -67,37 +71,40 @@ def combine_rows_kernel(
     CHOSEN: tl.constexpr,
     SOFT: tl.constexpr,
 ):
-    """Program (t, j) writes block j of token t's row."""
-    t = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = c < H
-    total = tl.zeros([COLS], tl.float32)
-    partial = tl.zeros([COLS], tl.float32)
-    last = -1
-    for i in tl.static_range(K):
-        key = tl.load(key_in + t * K + i)
-        row = tl.load(row_in + t * K + i)
-        kept = row >= 0
-        destination = key // K
-        base = address_of(buffers, choice, error, choice_stride, destination, kept, CHOSEN)
-        # An address that was an integer has lost its alignment.
-        source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
-        value = decode(tl.load(source + c, mask=inside & kept, other=0), DTYPE, SOFT)
-        if HAS_WEIGHTS:
-            value = value * tl.load(weights + t * weight_stride + key % K, mask=kept, other=0.0)
-        moved = kept & (destination != last)
-        total = tl.where(moved, total + rounded(partial, DTYPE, SOFT), total)
-        partial = tl.where(moved, 0.0, partial)
-        partial = tl.where(kept, partial + value, partial)
-        last = tl.where(kept, destination, last)
-    total += rounded(partial, DTYPE, SOFT)
-    if HAS_ADD:
-        source = tl.multiple_of(add.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
-        words = tl.load(source + tl.multiple_of(t * add_stride, VEC) + c, mask=inside, other=0)
-        total += decode(words, DTYPE, SOFT)
-    target = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
-    words = encode(total, DTYPE, SOFT).to(WORD)
-    tl.store(target + tl.multiple_of(t * out_stride, VEC) + c, words, mask=inside)
+    """Program i writes blocks i, i + programs, ... of the tokens' rows."""
+    row_blocks: tl.constexpr = (H + COLS - 1) // COLS
+    for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
+        # A loop variable is a number of Python's in the interpreter.
+        t = tl.full((), 0, tl.int64) + block // row_blocks
+        c = block % row_blocks * COLS + tl.arange(0, COLS)
+        inside = c < H
+        total = tl.zeros([COLS], tl.float32)
+        partial = tl.zeros([COLS], tl.float32)
+        last = tl.full((), -1, tl.int32)
+        for i in tl.static_range(K):
+            key = tl.load(key_in + t * K + i)
+            row = tl.load(row_in + t * K + i)
+            kept = row >= 0
+            destination = key // K
+            base = address_of(buffers, choice, error, choice_stride, destination, kept, CHOSEN)
+            # An address that was an integer has lost its alignment.
+            source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
+            value = decode(tl.load(source + c, mask=inside & kept, other=0), DTYPE, SOFT)
+            if HAS_WEIGHTS:
+                value = value * tl.load(weights + t * weight_stride + key % K, mask=kept, other=0.0)
+            moved = kept & (destination != last)
+            total = tl.where(moved, total + rounded(partial, DTYPE, SOFT), total)
+            partial = tl.where(moved, 0.0, partial)
+            partial = tl.where(kept, partial + value, partial)
+            last = tl.where(kept, destination, last)
+        total += rounded(partial, DTYPE, SOFT)
+        if HAS_ADD:
+            source = tl.multiple_of(add.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+            words = tl.load(source + tl.multiple_of(t * add_stride, VEC) + c, mask=inside, other=0)
+            total += decode(words, DTYPE, SOFT)
+        target = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+        words = encode(total, DTYPE, SOFT).to(WORD)
+        tl.store(target + tl.multiple_of(t * out_stride, VEC) + c, words, mask=inside)
 
 
 def combine_rows(
@@ -116,6 +123,7 @@ def combine_rows(
         out: [T, H] of the same dtype, the elements of a row adjacent.
         weights: float32 [T, K]; default: no multiplication.
         add: as `out`, added last; may be `out` itself.
+        launch: default: RowLaunch.for_rows.
 
     Raises:
         ArgumentError: unsupported shape or dtype.
@@ -145,9 +153,11 @@ def combine_rows(
         given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
         choice = buffers.choice
         index, error = (rows.key, table) if choice is None else choice
+        blocks = tokens * cdiv(hidden, launch.columns)
+        programs = launch.programs_for(blocks)
         _combines(
-            (tokens, cdiv(hidden, launch.columns), 1), out.device, (rows.key, rows.row, table, given, index, error),
-            (to, stride, of, of_stride, weight_stride, index.stride(0)),
+            (programs, 1, 1), out.device, (rows.key, rows.row, table, given, index, error),
+            (to, stride, of, of_stride, weight_stride, index.stride(0), blocks, programs),
             _constants(out.dtype, k, hidden, align, launch, weights is not None, add is not None, choice is not None),
         )  # fmt: skip
 

@@ -66,6 +66,78 @@ class Groups(NamedTuple):
     """int64 [2]: dropped rows and bad ids of all ranks together; equal on all ranks."""
 
 
+@triton.jit
+def lay_out(
+    matrix,  # int32 [ranks, pitch], of which physical_experts + 1 columns are counts
+    first_table,  # int32 [physical_experts]
+    matrix_out,  # int32 [ranks, physical_experts + 1]
+    valid,  # whether the counts are; otherwise they are taken as 0
+    pitch,
+    ranks,
+    physical_experts,
+    me,
+    align,
+    capacity,
+    expert_capacity,
+    EXPERTS: tl.constexpr,  # a power of two
+    RANKS: tl.constexpr,  # rows of the matrix at a time
+    BATCHED: tl.constexpr,
+    COPY: tl.constexpr,  # whether the counts are copied to matrix_out
+):
+    """Return, for each physical expert: `Groups.start`, `Groups.limit`, where its group begins and ends, the rows kept;
+    and the numbers of dropped rows and of bad ids."""
+    s = tl.arange(0, EXPERTS)
+    there = s < physical_experts
+    width = physical_experts + 1
+    total = tl.zeros([EXPERTS], tl.int32)
+    before = tl.zeros([EXPERTS], tl.int32)
+    bad = tl.zeros([RANKS], tl.int64)
+    for base in range(0, ranks, RANKS):
+        r = base + tl.arange(0, RANKS)
+        known = (r < ranks) & valid
+        block = tl.load(matrix + r[:, None] * pitch + s[None, :], mask=known[:, None] & there[None, :], other=0)
+        total += tl.sum(block, 0)
+        before += tl.sum(tl.where((r < me)[:, None], block, 0), 0)
+        of_bad = tl.load(matrix + r * pitch + physical_experts, mask=known, other=0)
+        bad += of_bad.to(tl.int64)
+        if COPY:
+            tl.store(matrix_out + r[:, None] * width + s[None, :], block, mask=(r < ranks)[:, None] & there[None, :])
+            tl.store(matrix_out + r * width + physical_experts, of_bad, mask=r < ranks)
+    mine = tl.load(matrix + me * pitch + s, mask=there & valid, other=0)
+    kept = tl.minimum(total, expert_capacity)
+    if BATCHED:
+        padded = tl.where(there, expert_capacity, 0)
+    else:
+        padded = (kept + align - 1) // align * align
+    ends = tl.cumsum(padded, 0)
+    first = tl.load(first_table + s, mask=there, other=0)
+    ends -= tl.gather(ends - padded, first, 0)
+    begins = tl.minimum(ends - padded, capacity)
+    ends = tl.minimum(ends, capacity)
+    fits = tl.minimum(kept, ends - begins)
+    limit = tl.minimum(tl.maximum(fits - before, 0), mine)
+    return begins + before, limit, begins, ends, fits, tl.sum((total - fits).to(tl.int64), 0), tl.sum(bad, 0)
+
+
+@triton.jit
+def store_groups(
+    start_out, limit_out, offsets_out, counts_out, padded_out, num_rows_out, overflow_out,
+    start, limit, begins, ends, fits, dropped, bad, physical_experts, low, high, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Store `Groups`; low, high: bounds of this rank's physical experts."""
+    s = tl.arange(0, EXPERTS)
+    there = s < physical_experts
+    tl.store(start_out + s, start, mask=there)
+    tl.store(limit_out + s, limit, mask=there)
+    own = (s >= low) & (s < high)
+    tl.store(offsets_out + s - low, ends, mask=own)
+    tl.store(counts_out + s - low, fits.to(tl.int64), mask=own)
+    tl.store(padded_out + s - low, (ends - begins).to(tl.int64), mask=own)
+    tl.store(num_rows_out, tl.max(tl.where(own, ends, 0), 0))
+    tl.store(overflow_out, dropped)
+    tl.store(overflow_out + 1, bad)
+
+
 @triton.jit(
     do_not_specialize=["ranks", "physical_experts", "me", "low", "high", "align", "capacity", "expert_capacity"]
 )
@@ -91,39 +163,14 @@ def group_rows_kernel(
     RANKS: tl.constexpr,  # rows of the matrix at a time
     BATCHED: tl.constexpr,
 ):
-    s = tl.arange(0, EXPERTS)
-    there = s < physical_experts
-    pitch = physical_experts + 1
-    total = tl.zeros([EXPERTS], tl.int32)
-    before = tl.zeros([EXPERTS], tl.int32)
-    bad = tl.zeros([RANKS], tl.int64)
-    for base in range(0, ranks, RANKS):
-        r = base + tl.arange(0, RANKS)
-        block = tl.load(matrix + r[:, None] * pitch + s[None, :], mask=(r < ranks)[:, None] & there[None, :], other=0)
-        total += tl.sum(block, 0)
-        before += tl.sum(tl.where((r < me)[:, None], block, 0), 0)
-        bad += tl.load(matrix + r * pitch + physical_experts, mask=r < ranks, other=0).to(tl.int64)
-    mine = tl.load(matrix + me * pitch + s, mask=there, other=0)
-    kept = tl.minimum(total, expert_capacity)
-    if BATCHED:
-        padded = tl.where(there, expert_capacity, 0)
-    else:
-        padded = (kept + align - 1) // align * align
-    ends = tl.cumsum(padded, 0)
-    first = tl.load(first_table + s, mask=there, other=0)
-    ends -= tl.gather(ends - padded, first, 0)
-    begins = tl.minimum(ends - padded, capacity)
-    ends = tl.minimum(ends, capacity)
-    fits = tl.minimum(kept, ends - begins)
-    tl.store(start_out + s, begins + before, mask=there)
-    tl.store(limit_out + s, tl.minimum(tl.maximum(fits - before, 0), mine), mask=there)
-    own = (s >= low) & (s < high)
-    tl.store(offsets_out + s - low, ends, mask=own)
-    tl.store(counts_out + s - low, fits.to(tl.int64), mask=own)
-    tl.store(padded_out + s - low, (ends - begins).to(tl.int64), mask=own)
-    tl.store(num_rows_out, tl.max(tl.where(own, ends, 0), 0))
-    tl.store(overflow_out, tl.sum((total - fits).to(tl.int64), 0))
-    tl.store(overflow_out + 1, tl.sum(bad, 0))
+    start, limit, begins, ends, fits, dropped, bad = lay_out(
+        matrix, first_table, matrix, True, physical_experts + 1, ranks, physical_experts, me, align, capacity,
+        expert_capacity, EXPERTS, RANKS, BATCHED, False,
+    )  # fmt: skip
+    store_groups(
+        start_out, limit_out, offsets_out, counts_out, padded_out, num_rows_out, overflow_out,
+        start, limit, begins, ends, fits, dropped, bad, physical_experts, low, high, EXPERTS,
+    )  # fmt: skip
 
 
 def group_rows(
@@ -158,33 +205,42 @@ def group_rows(
             f"matrix: {matrix.dtype} of shape {tuple(matrix.shape)}; allowed: contiguous int32 of shape "
             f"{(ranks, physical_experts.count + 1)}"
         )
-    if align < 1 or capacity < 0 or capacity % align or capacity > NO_LIMIT:
-        raise ArgumentError(f"capacity: {capacity}; allowed: a multiple of align, {align}, below 2**31")
-    if batched and expert_capacity is None:
-        raise ArgumentError("expert_capacity: None; batched groups need a length")
-    most = NO_LIMIT if expert_capacity is None else expert_capacity
+    most = check_capacities(capacity, align, expert_capacity, batched)
     if not runs_on(matrix.device):
         return group_rows_cpu(matrix, physical_experts, me, capacity, align, most, batched)
     low, high = physical_experts.bounds[me], physical_experts.bounds[me + 1]
-
-    def empty(length: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(length, dtype=dtype, device=matrix.device)
-
-    groups = Groups(
-        start=empty(physical_experts.count, torch.int32),
-        limit=empty(physical_experts.count, torch.int32),
-        offsets=empty(high - low, torch.int32),
-        counts=empty(high - low, torch.int64),
-        padded_counts=empty(high - low, torch.int64),
-        num_rows=empty(1, torch.int32),
-        overflow=empty(2, torch.int64),
-    )
+    groups = new_groups(physical_experts, me, matrix.device)
     _groupings(
         (1, 1, 1), matrix.device, (matrix, physical_experts.first, *groups),
         (ranks, physical_experts.count, me, low, high, align, capacity, most),
         _group_constants(max(32, power_of_two(physical_experts.count)), batched),
     )  # fmt: skip
     return groups
+
+
+def check_capacities(capacity: int, align: int, expert_capacity: int | None, batched: bool) -> int:
+    """Check the arguments of group_rows; return `expert_capacity`, or NO_LIMIT for None.
+
+    Raises:
+        ArgumentError: a number that is not allowed.
+    """
+    if align < 1 or capacity < 0 or capacity % align or capacity > NO_LIMIT:
+        raise ArgumentError(f"capacity: {capacity}; allowed: a multiple of align, {align}, below 2**31")
+    if batched and expert_capacity is None:
+        raise ArgumentError("expert_capacity: None; batched groups need a length")
+    return NO_LIMIT if expert_capacity is None else expert_capacity
+
+
+def new_groups(physical_experts: PhysicalExperts, me: int, device: torch.device) -> Groups:
+    """Return uninitialised memory for the groups of a rank."""
+    count, own = physical_experts.count, physical_experts.bounds[me + 1] - physical_experts.bounds[me]
+    ints, longs = ([torch.empty(n, dtype=dtype, device=device) for n in sizes] for dtype, sizes in (
+        (torch.int32, (count, count, own, 1)), (torch.int64, (own, own, 2)),
+    ))  # fmt: skip
+    return Groups(
+        start=ints[0], limit=ints[1], offsets=ints[2], counts=longs[0], padded_counts=longs[1], num_rows=ints[3],
+        overflow=longs[2],
+    )  # fmt: skip
 
 
 _groupings = Launches(group_rows_kernel)

@@ -145,10 +145,6 @@ class Launches:
             with current:
                 kernel[grid](*tensors, *numbers, *constants.values)
 
-    def forget(self) -> None:
-        """Forget what was compiled. For tests that replace Triton's driver."""
-        self._loaded.clear()
-
 
 class PreparedLaunch:
     """A launch over boxes with its descriptors on the device and its kernel loaded; a call supplies addresses."""

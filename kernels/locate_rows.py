@@ -17,6 +17,23 @@ from .rows import TokenRows, cdiv, power_of_two
 MOST_K = 32
 
 
+@triton.jit
+def store_located(
+    t, k, inside, physical_expert, row, kept, destination_in, key_out, row_out, destinations, K: tl.constexpr
+):
+    """Store the keys and rows of the pairs [tokens t, k] in order of key, found by counting the pairs before each."""
+    known = physical_expert >= 0
+    row = tl.where(kept, row, -1)
+    destination = tl.where(kept, tl.load(destination_in + physical_expert, mask=known, other=0), destinations)
+    key = destination * K + k[None, :]
+    # Lanes beyond K get the largest keys, so that they precede no pair.
+    key = tl.where((k < K)[None, :], key, (destinations + 1) * K + k[None, :])
+    order = tl.sum((key[:, None, :] < key[:, :, None]).to(tl.int32), 2)
+    to = t[:, None] * K + order
+    tl.store(key_out + to, key, mask=inside)
+    tl.store(row_out + to, row, mask=inside)
+
+
 @triton.jit(do_not_specialize=["tokens", "destinations"])
 def locate_rows_kernel(
     expert_in,  # int32 [tokens, K]
@@ -32,7 +49,7 @@ def locate_rows_kernel(
     KP: tl.constexpr,  # a power of two, no less than K
     TOKENS: tl.constexpr,
 ):
-    """Program i orders the pairs of TOKENS tokens by counting, for each pair, the pairs before it."""
+    """Program i locates the pairs of TOKENS tokens."""
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, KP)
     inside = (t < tokens)[:, None] & (k < K)[None, :]
@@ -41,15 +58,8 @@ def locate_rows_kernel(
     place = tl.load(place_in + at, mask=inside, other=-1)
     known = physical_expert >= 0
     kept = known & (place < tl.load(limit_in + physical_expert, mask=known, other=0))
-    row = tl.where(kept, tl.load(start_in + physical_expert, mask=known, other=0) + place, -1)
-    destination = tl.where(kept, tl.load(destination_in + physical_expert, mask=known, other=0), destinations)
-    key = destination * K + k[None, :]
-    # Lanes beyond K get the largest keys, so that they precede no pair.
-    key = tl.where((k < K)[None, :], key, (destinations + 1) * K + k[None, :])
-    order = tl.sum((key[:, None, :] < key[:, :, None]).to(tl.int32), 2)
-    to = t[:, None] * K + order
-    tl.store(key_out + to, key, mask=inside)
-    tl.store(row_out + to, row, mask=inside)
+    row = tl.load(start_in + physical_expert, mask=known, other=0) + place
+    store_located(t, k, inside, physical_expert, row, kept, destination_in, key_out, row_out, destinations, K)
 
 
 def locate_rows(
@@ -67,8 +77,7 @@ def locate_rows(
     """
     tokens, k = physical_expert.shape
     destinations = len(physical_experts.bounds) - 1
-    if k > MOST_K or (destinations + 2) * MOST_K >= 1 << 31:
-        raise ArgumentError(f"top_k: {k}; allowed: 0 to {MOST_K}")
+    check_top_k(k, destinations)
     if not runs_on(physical_expert.device):
         return locate_rows_cpu(physical_expert, place, groups, physical_experts)
     rows = TokenRows(torch.empty_like(physical_expert), torch.empty_like(physical_expert))
@@ -86,6 +95,15 @@ _launches = Launches(locate_rows_kernel)
 def _constants(k: int) -> Constants:
     width = power_of_two(k)
     return Constants(locate_rows_kernel, {"K": k, "KP": width, "TOKENS": tokens_at_a_time(width)}, num_warps=4)
+
+
+def check_top_k(k: int, destinations: int) -> None:
+    """
+    Raises:
+        ArgumentError: K is too large.
+    """
+    if k > MOST_K or (destinations + 2) * MOST_K >= 1 << 31:
+        raise ArgumentError(f"top_k: {k}; allowed: 0 to {MOST_K}")
 
 
 def tokens_at_a_time(width: int) -> int:

@@ -25,10 +25,12 @@ from .rows import (
     row_constants,
 )
 
-MOST_PADDING = 64  # programs that zero the padding of one group
+MOST_PADDING = 64  # parts that share the padding of one group
 
 
-@triton.jit(do_not_specialize=["x", "x_stride", "weight_stride", "choice_stride", "tokens", "own"])
+@triton.jit(
+    do_not_specialize=["x", "x_stride", "weight_stride", "choice_stride", "tokens", "own", "blocks", "programs"]
+)
 def push_rows_kernel(
     key_in,  # int32 [tokens, K]
     row_in,  # int32 [tokens, K]
@@ -46,50 +48,55 @@ def push_rows_kernel(
     choice_stride: tl.int64,
     tokens: tl.int32,
     own: tl.int32,  # the buffer whose padding is zeroed
+    blocks: tl.int64,
+    programs: tl.int64,
     K: tl.constexpr,
     H: tl.constexpr,
     COLS: tl.constexpr,
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,  # bytes
     VEC: tl.constexpr,  # elements
-    PADDING: tl.constexpr,  # programs for each group
+    PADDING: tl.constexpr,  # parts of each group's padding
     HAS_WEIGHTS: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """Program (t, j) stores block j of token t's row; programs beyond the tokens zero the own groups' padding."""
-    t = tl.program_id(0)
-    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = c < H
-    first = tl.program_id(1) == 0
-    if t < tokens:
-        source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
-        words = tl.load(source + tl.multiple_of(t.to(tl.int64) * x_stride, VEC) + c, mask=inside, other=0)
-        for i in tl.static_range(K):
-            at = t.to(tl.int64) * K + i
-            row = tl.load(row_in + at)
-            key = tl.load(key_in + at)
-            if row >= 0:
-                destination = key // K
-                # An address that was an integer has lost its alignment.
-                base = address_of(buffers, choice, error, choice_stride, destination, True, CHOSEN)
-                target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
-                tl.store(target + row.to(tl.int64) * H + c, words, mask=inside)
+    """Program i processes blocks i, i + programs, ...: those of tokens' rows, then of the own groups' padding."""
+    row_blocks: tl.constexpr = (H + COLS - 1) // COLS
+    for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
+        # A loop variable is a number of Python's in the interpreter.
+        t = tl.full((), 0, tl.int64) + block // row_blocks
+        first = block % row_blocks == 0
+        c = block % row_blocks * COLS + tl.arange(0, COLS)
+        inside = c < H
+        if t < tokens:
+            source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+            words = tl.load(source + tl.multiple_of(t * x_stride, VEC) + c, mask=inside, other=0)
+            for i in tl.static_range(K):
+                row = tl.load(row_in + t * K + i)
+                key = tl.load(key_in + t * K + i)
+                if row >= 0:
+                    destination = key // K
+                    # An address that was an integer has lost its alignment.
+                    base = address_of(buffers, choice, error, choice_stride, destination, True, CHOSEN)
+                    target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
+                    tl.store(target + row.to(tl.int64) * H + c, words, mask=inside)
+                    if HAS_WEIGHTS:
+                        if first:
+                            weight = tl.load(weights + t * weight_stride + key % K)
+                            there = tl.load(weight_buffers + destination).to(tl.pointer_type(tl.float32))
+                            tl.store(there + row, weight)
+        else:
+            group = (t - tokens) // PADDING
+            end = tl.load(offsets + group).to(tl.int64)
+            begin = end - (tl.load(padded_counts + group) - tl.load(counts + group))
+            base = address_of(buffers, choice, error, choice_stride, own, True, CHOSEN)
+            target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
+            zeros = tl.zeros([COLS], tl.int32).to(WORD)
+            for pad in range(begin + (t - tokens) % PADDING, end, PADDING):
+                tl.store(target + pad * H + c, zeros, mask=inside)
                 if HAS_WEIGHTS:
                     if first:
-                        weight = tl.load(weights + t.to(tl.int64) * weight_stride + key % K)
-                        tl.store(tl.load(weight_buffers + destination).to(tl.pointer_type(tl.float32)) + row, weight)
-    else:
-        group = (t - tokens) // PADDING
-        end = tl.load(offsets + group).to(tl.int64)
-        begin = end - (tl.load(padded_counts + group) - tl.load(counts + group))
-        base = address_of(buffers, choice, error, choice_stride, own, True, CHOSEN)
-        target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
-        zeros = tl.zeros([COLS], tl.int32).to(WORD)
-        for pad in range(begin + (t - tokens) % PADDING, end, PADDING):
-            tl.store(target + pad * H + c, zeros, mask=inside)
-            if HAS_WEIGHTS:
-                if first:
-                    tl.store(tl.load(weight_buffers + own).to(tl.pointer_type(tl.float32)) + pad, 0.0)
+                        tl.store(tl.load(weight_buffers + own).to(tl.pointer_type(tl.float32)) + pad, 0.0)
 
 
 _launches = Launches(push_rows_kernel)
@@ -134,6 +141,7 @@ def push_rows(
         own: index of this rank's buffer.
         weights: float32 [T, K], stored at the same rows of `weight_buffers`, float32 [R] each.
         most_padding: an upper bound of the padding rows of a group; 0: no padding is zeroed.
+        launch: default: RowLaunch.for_rows.
 
     Raises:
         ArgumentError: unsupported shape or dtype.
@@ -156,20 +164,22 @@ def push_rows(
         weights = weights.contiguous()
     weight_table = table if weight_buffers is None else weight_buffers.table()[0]
     each = min(power_of_two(most_padding), MOST_PADDING) if most_padding else 1
-    programs = tokens + len(groups.offsets) * each * (most_padding > 0)
-    if programs:
+    rows_and_padding = tokens + len(groups.offsets) * each * (most_padding > 0)
+    if rows_and_padding:
         address, stride = x.data_ptr(), x.stride(0)
         align = row_alignment(x.dtype, hidden, bits | address | stride * x.element_size())
         given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
         choice = buffers.choice
         index, error = (rows.key, table) if choice is None else choice
+        blocks = rows_and_padding * cdiv(hidden, launch.columns)
+        programs = launch.programs_for(blocks)
         _launches(
-            (programs, cdiv(hidden, launch.columns), 1), x.device,
+            (programs, 1, 1), x.device,
             (
                 rows.key, rows.row, table, given, weight_table, groups.offsets, groups.counts, groups.padded_counts,
                 index, error,
             ),
-            (address, stride, weight_stride, index.stride(0), tokens, own),
+            (address, stride, weight_stride, index.stride(0), tokens, own, blocks, programs),
             _constants(x.dtype, k, hidden, align, launch, each, weights is not None, choice is not None),
         )  # fmt: skip
 

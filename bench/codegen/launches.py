@@ -35,6 +35,7 @@ from shardweave.kernels import (
 )
 from shardweave.kernels.channel import Failure
 from shardweave.kernels.compare_words import WordComparison
+from shardweave.kernels.launch import Launches
 from shardweave.planner import Program, plan
 from shardweave.runtime import VirtualTokenDispatcher
 from shardweave.runtime.executor.bind import BoundProgram
@@ -179,6 +180,9 @@ def recorded() -> Iterator[list[Specialisation]]:
             module = import_module(name)
             if hasattr(module, "runs_on"):
                 stack.enter_context(mock.patch.object(module, "runs_on", lambda device: True))
+            for launches_of in vars(module).values():
+                if isinstance(launches_of, Launches):  # what was loaded before is not loaded here, and the reverse
+                    stack.enter_context(mock.patch.object(launches_of, "_loaded", {}))
         yield launches
 
 
@@ -302,7 +306,8 @@ class Layer:
 def layers() -> Iterator[Layer]:
     """Training and decoding of known shapes, in all dtypes, alignments and layouts; rows of odd lengths.
 
-    Ranks that send and receive chunks of exact size launch what one-sided ranks launch where groups are not aligned.
+    Ranks that send and receive chunks of exact size launch what one-sided ranks launch where groups are not aligned,
+    and what ranks launch that send and receive chunks of fixed size.
     """
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     batched = {"layout": "batched", "expert_capacity": 512}

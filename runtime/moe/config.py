@@ -26,6 +26,7 @@ OVERFLOWS = ("raise", "drop")
 SAVES = ("buffer", "redispatch", "copy")
 MOST_POOLED_BUFFERS = 1 << 10
 MOST_RANKS = 1 << 20
+MOST_SMS = 1 << 10
 MOST_ROWS = (1 << 31) - 1
 ZERO_ROWS_UP_TO = 1.5
 """The largest `capacity`, as a factor of max_tokens * top_k, up to which unused rows are zeroed by default."""
@@ -61,6 +62,7 @@ class DispatchConfig:
     chunk_capacity: int | float | None = None
     splits: str | None = field(default=None, compare=False)
     zero_rows: bool | None = None
+    num_sms: int | None = field(default=None, compare=False)
 
     rows: int = field(init=False)
     """Rows of each rank's buffer, a multiple of `align`."""
@@ -81,9 +83,10 @@ class DispatchConfig:
             ("pooled_buffers", 0, MOST_POOLED_BUFFERS),
             ("max_tokens", 0, 1 << 24),
             ("expert_capacity", 0, MOST_ROWS),
+            ("num_sms", 1, MOST_SMS),
         ):
             value = getattr(self, name)
-            if name != "expert_capacity" or value is not None:
+            if name not in ("expert_capacity", "num_sms") or value is not None:
                 self._set(**{name: whole_number(name, value, least, most)})
         for name, allowed in (
             ("overflow", OVERFLOWS),
@@ -294,6 +297,7 @@ if TYPE_CHECKING:
         chunk_capacity: int | float | None
         splits: str | None
         zero_rows: bool | None
+        num_sms: int | None
 
 
 def takes_settings(*without: str) -> Callable[[Function], Function]:

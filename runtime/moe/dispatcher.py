@@ -97,6 +97,9 @@ class TokenDispatcher(TokenEngine):
             all of them, and 0 * NaN is NaN. False: they are not initialised, which suffices for grouped GEMMs.
             Default: True with a `capacity` of at most 1.5 * max_tokens * top_k rows, where it costs little beside
             dispatch and combine; independent of the number of ranks. Batched buffers have no such rows.
+        num_sms: on GPUs, the maximum SMs that the kernels which push rows and which combine them take, so that the
+            experts' GEMMs of another stream keep the others while rows travel. Few make dispatch and combine slower.
+            Need not be equal on all ranks. Default: no limit.
         device: default: the CPU.
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise

@@ -77,7 +77,7 @@ class RoutedTokens:
         output to it once, then pass this tensor itself to `combine`:
 
             out = routed.output_buffer()
-            torch._grouped_mm(h, w2, offs=routed.offsets, out_dtype=out.dtype, out=out)  # or another kernel of yours
+            grouped_gemm(h, w2, routed.offsets, out=out)  # a kernel of yours
             y = dispatcher.combine(out, routed)
 
         Where gradients are recorded, torch refuses `out=`: write within the forward of a `torch.autograd.Function`, or

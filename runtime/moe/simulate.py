@@ -35,7 +35,7 @@ class VirtualTokenDispatcher(TokenEngine):
     Args:
         size: W, the number of ranks, at least 1.
         num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout, expert_map,
-            save, pooled_buffers, chunk_capacity, splits, zero_rows, device: as for TokenDispatcher.
+            save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, device: as for TokenDispatcher.
         one_sided: True: ranks write into each other's buffers; False: they send and receive, as over a network.
 
     Raises:

@@ -82,7 +82,7 @@ class TorchtitanDispatcher(_Base):
                 prints and writes configs of plain values. Default: that of the first dispatch.
             device: such as "cuda:0"; a torch.device is stored by name. Default: that of the first dispatch; if all
                 sizes are set, the current device of the mesh's type, or the CPU without a mesh.
-            capacity, expert_capacity, overflow, pooled_buffers, chunk_capacity, splits, zero_rows: as for
+            capacity, expert_capacity, overflow, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms: as for
                 TokenDispatcher.
             save: "buffer" or "copy", as for TokenDispatcher.
             transport: as for TokenDispatcher; ignored without a mesh.
@@ -104,6 +104,7 @@ class TorchtitanDispatcher(_Base):
         chunk_capacity: int | float | None = None
         splits: str | None = None
         zero_rows: bool | None = None
+        num_sms: int | None = None
         transport: str | None = None
 
         def __post_init__(self) -> None:

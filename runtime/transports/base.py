@@ -91,7 +91,7 @@ class TwoSidedTransport(Transport, TwoSidedCapabilities, Protocol):
 class WindowedTransport(Transport, Protocol):
     """Ranks write into symmetric windows of their group and synchronise on the device."""
 
-    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
+    def window(self, ranks: tuple[int, ...], nbytes: int, exact: bool = False) -> Window:
         """The smallest window of at least `nbytes` of a group, given by its ascending ranks. Collective if it has to be
         allocated."""
 

@@ -15,11 +15,12 @@ from shardweave.errors import ArgumentError
 from shardweave.kernels.addresses import KEPT_TABLES, AddressTables
 from shardweave.kernels.combine_rows import combine_rows, combine_rows_reference, gather_values
 from shardweave.kernels.copy_rows import copy_rows, fill_rows
-from shardweave.kernels.count_pairs import count_pairs
+from shardweave.kernels.count_pairs import CountedPairs, count_pairs
 from shardweave.kernels.group_rows import Groups, PhysicalExperts, group_rows, share_counts
 from shardweave.kernels.locate_rows import locate_rows
 from shardweave.kernels.push_rows import push_rows, push_rows_reference
-from shardweave.kernels.rows import Buffers, ChosenBuffers, TokenRows
+from shardweave.kernels.route_rows import route_rows
+from shardweave.kernels.rows import Buffers, ChosenBuffers, RowLaunch, TokenRows
 from shardweave.kernels.weigh_rows import weigh_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -149,6 +150,49 @@ def test_group_and_locate_rows(device, kind, given):
             want_row += [-1 if pairs[i] is None else pairs[i][1] for _, i in keys]
         same(rows.key, i32(np.array(want_key, np.int32).reshape(-1, k)))
         same(rows.row, i32(np.array(want_row, np.int32).reshape(-1, k)))
+        routed_in_one_launch(case, rank, device, groups, rows, physical_experts)
+
+
+def routed_in_one_launch(
+    case: Case, rank: int, device: str, groups: Groups, rows: TokenRows, physical_experts: PhysicalExperts
+) -> None:
+    """route_rows gives the same, from a matrix with more columns; and nothing after an error."""
+    wide = torch.nn.functional.pad(i32(case.matrix, device), (0, rank), value=-9)
+    counted = CountedPairs(
+        i32(case.physical_expert[rank], device), i32(case.place[rank], device), torch.empty(0, device=device)
+    )
+    settings = physical_experts, rank, case.capacity, case.align, case.expert_capacity, case.batched
+    for error in (None, 0, 5):
+        words = None if error is None else torch.tensor([error], device=device)
+        got_groups, got_rows, matrix = route_rows(counted, wide, *settings, words)
+        if not error:
+            for got, want in zip((*got_groups, *got_rows[:2], matrix), (*groups, *rows[:2], wide[:, : matrix.shape[1]]),
+                                 strict=True):  # fmt: skip
+                same(got, want)
+        else:
+            assert (got_rows.row == -1).all() and not matrix.any() and not got_groups.counts.any()
+            assert not got_groups.overflow.any()
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+def test_route_rows_with_few_programs(device, monkeypatch, programs):
+    """Each locates several blocks of tokens."""
+    monkeypatch.setattr(sys.modules["shardweave.kernels.route_rows"], "MOST_PROGRAMS", programs)
+    case = random_case(np.random.default_rng(7), "odd", k=6, tokens=[37, 0, 65], experts=8)
+    physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
+    for rank in range(case.ranks):
+        rows, groups = rows_of(case, rank, device, physical_experts)
+        routed_in_one_launch(case, rank, device, groups, rows, physical_experts)
+
+
+def test_route_rows_refuses(device):
+    physical_experts = PhysicalExperts.divided((0, 2, 3), torch.device(device))
+    counted = CountedPairs(*[i32([[0]], device)] * 3)
+    for matrix in (i32([[0] * 3] * 2, device), i32([[0] * 4] * 3, device), i32([[0] * 5] * 2, device)[:, :4]):
+        with pytest.raises(ArgumentError, match="matrix"):
+            route_rows(counted, matrix, physical_experts, 0, 8)
+    with pytest.raises(ArgumentError, match="top_k"):
+        route_rows(CountedPairs(*[i32([[0] * 33], device)] * 3), i32([[0] * 4] * 2, device), physical_experts, 0, 8)
 
 
 def groups_of(case: Case, rank: int, device: str, physical_experts: PhysicalExperts) -> Groups:
@@ -230,7 +274,9 @@ def test_push_rows(device, kind, given):
         check_push(rng, case, dtype, hidden, device)
 
 
-def check_push(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden: int, device: str) -> None:
+def check_push(
+    rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden: int, device: str, launch: RowLaunch | None = None
+) -> None:
     physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
     buffers = [torch.full((case.capacity, hidden), POISON, dtype=dtype, device=device) for _ in range(case.ranks)]
     numbers = [torch.full((case.capacity,), POISON, device=device) for _ in range(case.ranks)]
@@ -242,7 +288,7 @@ def check_push(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden:
         x = tokens_like(rng, (tokens, hidden + 3), dtype, device)[:, 1 : hidden + 1]
         weights = torch.rand(tokens, k + 1, device=device)[:, :k]
         padding = int(rng.choice([1, 3, 12]))  # however many programs share it
-        push_rows(x, rows, Buffers(buffers), groups, rank, weights, Buffers(numbers), most_padding=padding)
+        push_rows(x, rows, Buffers(buffers), groups, rank, weights, Buffers(numbers), padding, launch)
         given = TokenRows(rows.key.cpu(), rows.row.cpu()), want, Groups(*[g.cpu() for g in groups])
         push_rows_reference(x.cpu(), *given, rank, weights.cpu(), want_numbers)
     for got, expected in zip(buffers + numbers, want + want_numbers, strict=True):
@@ -262,6 +308,23 @@ def test_push_rows_cpu_by_runs(kind, given, monkeypatch):
 def test_push_rows_of_several_blocks(device, hidden):
     rng = np.random.default_rng(1)
     check_push(rng, random_case(rng, "odd", k=4, tokens=[3, 2, 0], align=4), torch.bfloat16, hidden, device)
+
+
+@pytest.mark.parametrize("programs", [1, 5])
+def test_push_rows_with_few_programs(device, programs):
+    """Each stores several blocks of rows, and of padding."""
+    rng = np.random.default_rng(1)
+    for hidden in (8, 200):
+        launch = RowLaunch(64, 1, programs)
+        check_push(rng, random_case(rng, "odd", k=3, tokens=[5, 1, 0], align=4), torch.bfloat16, hidden, device, launch)
+
+
+def test_row_launches():
+    """With num_sms one program for each SM, whose blocks are four times as large."""
+    assert RowLaunch.for_rows(7168, 2) == RowLaunch(2048, 4)
+    assert RowLaunch.for_rows(7168, 2, 20) == RowLaunch(8192, 16, 20) and RowLaunch.for_rows(7168, 2).programs is None
+    assert RowLaunch.for_rows(3, 4, 20) == RowLaunch(4, 1, 20)
+    assert RowLaunch(64, 1, 20).programs_for(9) == 9 and RowLaunch(64, 1, 20).programs_for(90) == 20
 
 
 def test_push_rows_without_padding(device):

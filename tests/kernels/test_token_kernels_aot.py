@@ -28,6 +28,7 @@ from shardweave.kernels.dtypes import ELEMENTS
 from shardweave.kernels.group_rows import group_rows_kernel, group_warps, rank_rows, share_counts_kernel
 from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
 from shardweave.kernels.push_rows import push_rows_kernel
+from shardweave.kernels.route_rows import route_rows_kernel
 from shardweave.kernels.rows import RowLaunch, row_constants
 from shardweave.kernels.weigh_rows import weigh_rows_kernel
 
@@ -37,8 +38,8 @@ POINTERS = {
     "*i64": "buffers matrices weight_buffers counts_out padded_out overflow_out counts padded_counts error words",
     "*i32": (
         "expert_table expert_out block_counts block_bad expert_in place_in place_out start_in limit_in destination_in "
-        "key_in row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets num_rows "
-        "choice matrix_out"
+        "key_in row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets "
+        "num_rows choice matrix_out"
     ),
     "*fp32": "weights weight_gradient",
 }
@@ -81,6 +82,15 @@ def test_group_rows_and_share_counts_do_not_spill(target, physical_experts):
     for width in (physical_experts + 1, physical_experts + 2):
         constants = {"LENGTH": triton.next_power_of_2(width), "num_warps": 4}
         assert_no_spill(compile_kernel(share_counts_kernel, target, constants, counts="*i32"), target)
+
+
+@each_target
+@pytest.mark.parametrize("physical_experts, k", [(3, 32), (256, 8), (MOST_PHYSICAL_EXPERTS, 1)])
+def test_route_rows_does_not_spill(target, physical_experts, k):
+    padded, width = max(32, triton.next_power_of_2(physical_experts)), triton.next_power_of_2(k)
+    constants = {"EXPERTS": padded, "RANKS": rank_rows(padded), "BATCHED": False, "CHECKED": True, "K": k, "KP": width}
+    constants |= {"TOKENS": tokens_at_a_time(width), "num_warps": group_warps(padded)}
+    assert_no_spill(compile_kernel(route_rows_kernel, target, constants), target)
 
 
 @each_target
@@ -198,6 +208,7 @@ LAYERS = (
         "odd", 30, 3, 5, 2, 7, torch.float16, odd=True, experts_twice=True, options={"save": "copy", "zero_rows": True}
     ),
     Layer("batched", 64, 1, 5, 2, 7, options={"expert_capacity": 3, "layout": "batched"}),
+    Layer("chunks", 64, 1, 5, 2, 7, options={"chunk_capacity": 1.25}),
 )
 
 
@@ -217,8 +228,9 @@ def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
 
     assert of("push_rows", "PADDING") == {1, 4, 8} and of("push_rows", "HAS_WEIGHTS") == {True, False}
     assert of("combine_rows", "HAS_ADD") == of("combine_rows", "HAS_WEIGHTS") == {True, False}
-    assert of("group_rows", "BATCHED") == of("count_few_pairs", "HAS_TABLE") == {True, False}
+    assert of("route_rows", "BATCHED") == of("count_few_pairs", "HAS_TABLE") == {True, False}
     assert {s.constants["ALIGN"] for s in launched if s.kernel == "push_rows"} == {2, 4, 16}
+    assert of("push_rows", "CHOSEN") == of("combine_rows", "CHOSEN") == of("offer_rows", "COPY") == {True, False}
     # A window's signals: wait with credit, barrier, leave and spoil with poison of every size, refusal, and failure.
     assert len([s for s in launched if s.kernel == "signal"]) == 2 + 4 + 4 + 2
     # Recording has ended, and addresses are those of memory again.

@@ -17,13 +17,14 @@ from ....kernels import (
     CountedPairs,
     Groups,
     PhysicalExperts,
+    RowLaunch,
     combine_rows,
     copy_rows,
     count_pairs,
     fill_rows,
     gather_values,
     group_rows,
-    locate_rows,
+    route_rows,
     weigh_rows,
 )
 from ...transports.base import Transport
@@ -103,6 +104,15 @@ class TokenTransfer:
         }
 
     @classmethod
+    def layers_nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> tuple[int, int]:
+        """Return the maximum bytes of one rank in the training of a model whose layers have such dispatchers: those
+        that all layers share, or need one after another, and those that each layer holds until its backward."""
+        purposes = cls.nbytes(config, chunk_capacity)
+        held = {ROUTING} | ({cls.received(config)} if config.save != "redispatch" else set())
+        each = sum(nbytes for purpose, nbytes in purposes.items() if purpose in held)
+        return sum(purposes.values()) - each, each
+
+    @classmethod
     def received(cls, config: DispatchConfig) -> str:
         """Return how long memory for received rows is held, in words."""
         return {
@@ -129,6 +139,9 @@ class TokenTransfer:
             self._physical_expert_of = torch.tensor(config.physical_expert_of[me], dtype=torch.int32, device=device)
         self.peers = ranks[me + 1 :] + ranks[:me]
         self.tables = AddressTables(device)
+        self.launch = RowLaunch.for_rows(config.hidden, config.dtype.itemsize, config.num_sms)
+        self._error: torch.Tensor | None = None
+        """int64 [1]: not 0 if the counts of the matrix may not be those of this dispatch."""
 
     def dispatch(
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
@@ -169,7 +182,7 @@ class TokenTransfer:
         """Write each token's sum to `out`. With `numbers`, float32 [rows], return those of each pair, [T, K]."""
 
         def read(buffers: Sequence[Buffers]) -> list[torch.Tensor]:
-            combine_rows(record.rows, buffers[0], out, weights, add)
+            combine_rows(record.rows, buffers[0], out, weights, add, self.launch)
             return [out, *[gather_values(record.rows, numbers) for numbers in buffers[1:]]]
 
         given = (values,) if numbers is None else (values, numbers)
@@ -214,8 +227,8 @@ class TokenTransfer:
         """Make this rank's receive buffers `own` known to peers and share `counts`, int32 [S + 1].
 
         Returns:
-            The receive buffers of all ranks, for `_deliver`; the matrix of all ranks' counts, int32 [W, S + 1], if
-            counts were given.
+            The receive buffers of all ranks, for `_deliver`; the matrix of all ranks' counts, int32 [W, S + 1] or with
+            more columns, if counts were given. Peers may write it again once the rows are delivered.
         """
         raise NotImplementedError
 
@@ -230,9 +243,12 @@ class TokenTransfer:
         raise NotImplementedError
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
-        groups = self._grouped(matrix, self.physical_experts)
-        rows = locate_rows(counted.physical_expert, counted.place, groups, self.physical_experts)
-        return DispatchRecord(weights, groups, rows, matrix)
+        """Return the record of a dispatch; `matrix` is not kept."""
+        c = self.config
+        groups, rows, counts = route_rows(
+            counted, matrix, self.physical_experts, self.me, c.rows, c.align, c.expert_capacity, c.batched, self._error
+        )
+        return DispatchRecord(weights, groups, rows, counts)
 
     def _grouped(self, matrix: torch.Tensor, physical_experts: PhysicalExperts) -> Groups:
         c = self.config

@@ -99,7 +99,7 @@ class FixedTransfer(SendRecvTransfer):
         buffers = [Buffers([buffer] * ranks, self.tables) for buffer in into]
         numbers, weight_buffers = (None, None) if weights is None else (received[1][:, None], buffers[1])
         padding = self.config.most_padding
-        push_rows(received[0], rows, buffers[0], record.groups, self.me, numbers, weight_buffers, padding)
+        push_rows(received[0], rows, buffers[0], record.groups, self.me, numbers, weight_buffers, padding, self.launch)
         if take is not None:
             take(into[0])
 

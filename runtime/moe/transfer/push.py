@@ -49,13 +49,13 @@ class PushTransfer(TokenTransfer):
             self._matrices = (yield from self._offer(operation + _OPENED, self._matrix))[0]
         share_counts(counts, self._matrices, self.me)
         buffers = yield from self._offer(operation, *own)
-        return buffers, self._matrix.clone()
+        return buffers, self._matrix
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         operation, record, x, (rows, *numbers), weights, take = delivery
         weight_buffers = numbers[0] if numbers else None
         padding = self.config.most_padding
-        push_rows(x, record.rows, rows, record.groups, self.me, weights, weight_buffers, padding)
+        push_rows(x, record.rows, rows, record.groups, self.me, weights, weight_buffers, padding, self.launch)
         yield self._barrier(operation + _LAST)
         if take is not None:
             take(rows.tensors[self.me])

@@ -119,7 +119,7 @@ class SendRecvTransfer(TokenTransfer):
             weight_buffers = Buffers([packed[1]] * ranks, self.tables)
         row_buffers = Buffers([packed[0]] * ranks, self.tables)
         # A chunk has no padding.
-        push_rows(x, record.rows, row_buffers, record.groups, self.me, weights, weight_buffers, most_padding=0)
+        push_rows(x, record.rows, row_buffers, record.groups, self.me, weights, weight_buffers, 0, self.launch)
         return packed
 
     def _fetch(

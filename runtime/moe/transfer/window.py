@@ -64,7 +64,8 @@ class WindowTransfer(TokenTransfer):
         super().__init__(*args)
         config, group = self.config, tuple(sorted(self.ranks))
         self._windows = cast("BufferPoolTransport", self.transport)
-        self._window = self._windows.window(group, window_nbytes(config))
+        self._window = self._windows.window(group, window_nbytes(config), exact=True)
+        self._error = self._window.failure.error  # after a failure the window holds counts and indices of any dispatch
         self._window.build(config.dtype)
         self._window.build(torch.float32)
         first, parts = 0, []
@@ -99,11 +100,19 @@ class WindowTransfer(TokenTransfer):
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
         window = "window, which dispatches and redistributions among these ranks share"
-        purposes = {**super().nbytes(config, chunk_capacity), window: window_size(window_nbytes(config))}
+        purposes = {**super().nbytes(config, chunk_capacity), window: window_size(window_nbytes(config), exact=True)}
         if uses_buffer_pool(config):
             pooled = f"buffers that peers write rows into, pooled_buffers={config.pooled_buffers}"
             purposes[pooled] = config.pooled_buffers * buffer_nbytes(config)
         return purposes
+
+    @classmethod
+    def layers_nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> tuple[int, int]:
+        once, each = super().layers_nbytes(config, chunk_capacity)
+        if not uses_buffer_pool(config) or config.save == "redispatch":
+            return once, each
+        # The rows of as many layers lie in the pool.
+        return once - config.pooled_buffers * buffer_nbytes(config), each
 
     @classmethod
     def received(cls, config: DispatchConfig) -> str:
@@ -149,15 +158,14 @@ class WindowTransfer(TokenTransfer):
             return (self._rows, own), None
         share_counts(counts, self._matrices, self.me, self._candidate(self._pooled(own[0])))
         self._signal("barrier", operation)
-        # After a failure the window does not hold counts and indices of this dispatch.
-        received = torch.where(self._window.failure.error == 0, self._matrices.tensors[self.me][:, :-1], 0)
-        return (self._wanted, own), received
+        return (self._wanted, own), self._matrices.tensors[self.me]
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         yield from ()
         operation, record, x, (buffers, own), weights, take = delivery
         weight_buffers, num_rows = None if weights is None else self._numbers, record.groups.num_rows
-        push_rows(x, record.rows, buffers, record.groups, self.me, weights, weight_buffers, self.config.most_padding)
+        padding = self.config.most_padding
+        push_rows(x, record.rows, buffers, record.groups, self.me, weights, weight_buffers, padding, self.launch)
         self._signal("barrier", operation + _LAST)
         rows, numbers = self._rows.tensors[self.me], self._numbers.tensors[self.me]
         if take is not None:

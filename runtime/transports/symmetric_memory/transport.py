@@ -77,9 +77,9 @@ class SymmetricMemoryTransport:
     def node_of(self, rank: int) -> int:
         return 0  # all ranks reach each other
 
-    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
+    def window(self, ranks: tuple[int, ...], nbytes: int, exact: bool = False) -> Window:
         """The smallest window of at least `nbytes` of a group, given by its ascending ranks. Collective if it has to be
-        allocated.
+        allocated: with `nbytes` if `exact`, else with the next power of two, so that a group has few windows.
 
         Raises:
             DisagreementError: the ranks of the group allocate different windows.
@@ -90,10 +90,13 @@ class SymmetricMemoryTransport:
         for window in windows:  # the smallest first
             if window.nbytes >= nbytes:
                 return window
-        memory = self._memory(ranks, pad_bytes(len(ranks)) + window_size(nbytes), f"windows/{len(windows)}")
-        windows.append(Window(self.rank, memory, len(self._all), self.failure))
-        self._all.append(windows[-1])
-        return windows[-1]
+        size = window_size(nbytes, exact)
+        memory = self._memory(ranks, pad_bytes(len(ranks)) + size, f"windows/{len(windows)}")
+        window = Window(self.rank, memory, len(self._all), self.failure)
+        windows.append(window)
+        windows.sort(key=lambda made: made.nbytes)
+        self._all.append(window)
+        return window
 
     def buffer_pool(self, ranks: tuple[int, ...], nbytes: int, number: int) -> BufferPool:
         """A buffer pool of a group, given by its ascending ranks, with at least `number` buffers of at least `nbytes`.

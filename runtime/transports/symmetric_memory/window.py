@@ -16,8 +16,10 @@ _CHANNELS = ("arrivals", "releases")
 _REFUSED = 0  # in place of a fingerprint
 
 
-def window_size(nbytes: int) -> int:
-    """The size of a window for at least `nbytes`: a power of two, so that a group has few windows."""
+def window_size(nbytes: int, exact: bool = False) -> int:
+    """The size of a window for at least `nbytes`: a power of two, so that a group has few windows, unless `exact`."""
+    if exact:
+        return max(_SMALLEST, -(-nbytes // ALIGNMENT) * ALIGNMENT)
     return max(_SMALLEST, 1 << max(nbytes - 1, 0).bit_length())
 
 

@@ -13,12 +13,16 @@ import torch
 from moe_reference import tokens_of
 
 from shardweave.errors import ArgumentError
+from shardweave.kernels import RowLaunch
 from shardweave.runtime.moe import config as config_module
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
+from shardweave.runtime.moe.transfer import base, push, sendrecv
+from shardweave.runtime.moe.transfer.base import ROUTING
 from shardweave.runtime.moe.transfer.fixed import with_splits
+from shardweave.runtime.moe.transfer.window import WindowTransfer, window_nbytes
 
 
 def one(**given) -> DispatchConfig:
@@ -43,6 +47,8 @@ def one(**given) -> DispatchConfig:
         ({"splits": "host", "chunk_capacity": 3}, "chunk_capacity: 3 with splits='host'; allowed: None"),
         ({"save": "all"}, "save: 'all'; allowed: 'buffer', 'redispatch', 'copy'"),
         ({"pooled_buffers": -1}, "pooled_buffers: -1; allowed: a whole number, 0 to 1024"),
+        ({"num_sms": 0}, "num_sms: 0; allowed: a whole number, 1 to 1024"),
+        ({"num_sms": 2.0}, "num_sms: 2.0; allowed: a whole number"),
         ({"capacity": -1}, "capacity: -1"),
         ({"capacity": float("inf")}, "capacity: inf"),
         ({"layout": "batched", "capacity": 3}, "capacity: 3; allowed with layout='batched': None"),
@@ -74,6 +80,7 @@ def test_config_rows_and_fingerprints():
     assert one(capacity=1.25).rows == 10
     assert one(expert_capacity=3, align=4).rows == 8
     assert one().fingerprint(1) != one(save="copy").fingerprint(1) and one().fingerprint(1) != one().fingerprint(2)
+    assert one(num_sms=3) == one() and one(num_sms=3).fingerprint(1) == one().fingerprint(1)
     assert one().fingerprint(1) != one(align=8).fingerprint(1) and one().fingerprint(1) == one().fingerprint(1)
 
 
@@ -172,6 +179,43 @@ def test_explain_states_memory():
     text = d.explain()
     assert "5 experts as 5 physical experts, 2 to 3 per rank" in text and "12 rows per rank" in text
     assert f"{12 * (32 + 4):,}  rows received, held until backward" in text and "save: buffer" in text
+    # Each layer holds rows and routing; gradients and the experts' output are needed one layer after another.
+    once, each = 12 * (32 + 4) + 12 * 32, 12 * (32 + 4) + 8 * 16 + 2 * 6 * 8
+    assert f"a model with n of these layers, in training: {once:,} + n * {each:,}\n" in text
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("save", ["buffer", "copy", "redispatch"])
+@pytest.mark.parametrize("pooled", [0, 1, 3])
+def test_memory_of_layers_with_windows(save: str, pooled: int) -> None:
+    """One window, and pooled buffers that hold the rows of as many layers."""
+    config = one(hidden=64, save=save, pooled_buffers=pooled)
+    purposes = WindowTransfer.nbytes(config, None)
+    once, each = WindowTransfer.layers_nbytes(config, None)
+    rows, routing = config.rows * (64 * 4 + 4), purposes[ROUTING]
+    window = window_nbytes(config)
+    window = max(window, 1 << 16)
+    assert purposes["window, which dispatches and redistributions among these ranks share"] == window
+    if save == "redispatch":
+        buffers = pooled * config.rows * 64 * 4
+        assert (once, each) == (window + 2 * rows + buffers, routing)  # rows are there again in the backward
+    else:
+        assert (once, each) == (window + rows, rows + routing)
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_num_sms_limits_programs(one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    for module, name in ((push, "push_rows"), (sendrecv, "push_rows"), (base, "combine_rows")):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, function=function: launches.append(a[-1]) or function(*a))
+    d = VirtualTokenDispatcher(
+        2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, num_sms=20, one_sided=one_sided
+    )
+    tokens = [[v] * 2 for v in (torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))]
+    routed = d.dispatch(*tokens)
+    d.combine([r.x for r in routed], routed)
+    assert launches == [RowLaunch.for_rows(8, 4, 20)] * 4 and launches[0].programs == 20
 
 
 @pytest.mark.plan

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -334,7 +335,11 @@ def test_missing_rank_is_named_and_outputs_overwritten() -> None:
 
 
 def explained(rank: int) -> str:
-    text = TokenDispatcher(**SETTINGS, transport="symmetric_memory").explain()
+    layers = [TokenDispatcher(**SETTINGS, transport="symmetric_memory") for _ in range(3)]
+    assert len({id(d.transfers[0]._window) for d in layers}) == 1, "layers share a window"
+    larger = TokenDispatcher(**{**SETTINGS, "max_tokens": 900}, transport="symmetric_memory").transfers[0]._window
+    assert larger.nbytes == window_nbytes(replace(layers[0].config, max_tokens=900)), "no larger than needed"
+    text = layers[0].explain()
     dist.barrier()  # ranks that have ended cannot be mapped
     return text
 
@@ -346,7 +351,7 @@ def test_explain_states_window() -> None:
     rows = d.config.rows
     want = 256 + -(-rows * H * 2 // 256) * 256 + -(-rows * 4 // 256) * 256
     assert window_nbytes(d.config) == want
-    assert "symmetric_memory" in text and f"{window_size(want):,}  window" in text, text
+    assert "symmetric_memory" in text and f"{window_size(want, exact=True):,}  window" in text, text
     assert f"{rows * H * 2:,}  buffers that peers write rows into, pooled_buffers=1" in text, text
 
 

@@ -483,6 +483,7 @@ def test_windows_of_group_only_grow() -> None:
 @pytest.mark.plan
 def test_window_sizes() -> None:
     assert [window_size(n) for n in (0, 1, 1 << 16, (1 << 16) + 1, 3 << 20)] == [1 << 16] * 3 + [1 << 17, 4 << 20]
+    assert [window_size(n, exact=True) for n in (0, 1 << 16, (1 << 16) + 1)] == [1 << 16, 1 << 16, (1 << 16) + 256]
     assert [pad_bytes(n) for n in (2, 4, 5, 8, 9)] == [256, 256, 256, 512, 512]
 
 
