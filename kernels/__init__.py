@@ -24,6 +24,8 @@ from .signal import build_signal, signal, wait_limit
 from .silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tiling import Launch, LaunchConfig
 from .weigh_rows import weigh_rows
+from .window_boxes import run_in_window, window_table
+from .window_use import Turn, Watch, WindowUse
 
 __all__ = [
     "MOST_K",
@@ -50,7 +52,10 @@ __all__ = [
     "SourceRows",
     "TargetRows",
     "TokenRows",
+    "Turn",
+    "Watch",
     "Where",
+    "WindowUse",
     "WordComparison",
     "build_signal",
     "combine_rows",
@@ -76,6 +81,7 @@ __all__ = [
     "reduce_table",
     "reduce_views",
     "route_rows",
+    "run_in_window",
     "count_pairs",
     "share_counts",
     "signal",
@@ -86,4 +92,5 @@ __all__ = [
     "uploaded",
     "wait_limit",
     "weigh_rows",
+    "window_table",
 ]

@@ -24,6 +24,7 @@ from shardweave.bench.suites.suite_host import KINDS, RANKS, TIMEOUT, Alone, alo
 from shardweave.kernels.channel import SLOT
 from shardweave.kernels.launch import PreparedLaunch
 from shardweave.kernels.signal import PreparedSignal
+from shardweave.kernels.window_boxes import WindowLaunch
 from shardweave.runtime.dtensor.local import run_redistribution
 from shardweave.runtime.dtensor.redistribute_options import RedistributeOptions
 from shardweave.runtime.transports import process_group
@@ -97,7 +98,10 @@ def _timed(call: Callable[[], object], calls: int, device: torch.device, launche
         took = microseconds(call, calls)
     else:
         with mock.patch.object(PreparedLaunch, "__call__", _nothing):
-            with mock.patch.object(PreparedSignal, "__call__", _nothing):
+            with (
+                mock.patch.object(PreparedSignal, "__call__", _nothing),
+                mock.patch.object(WindowLaunch, "__call__", _nothing),
+            ):
                 took = microseconds(call, calls)
     if device.type == "cuda":
         torch.cuda.synchronize()  # the queue of launches has an end, at which the host would wait

@@ -122,18 +122,16 @@ class WindowedRound(_Round):
     def run(self, xs: list[torch.Tensor], fingerprint: int) -> RoundRun:
         transport = self.transport
         outs = {i: step.empty() for i, step in self.sharing.items()}
-        for window in self.last_in:
-            transport.signal(window, "acquire")
-        for i, step in self.sharing.items():
-            step.fill_windows(xs[i])
-        for window in self.last_in:
-            transport.signal(window, "barrier", fingerprint ^ self.directions[window] << 16)
-        for i, step in self.sharing.items():
-            step.read_windows(xs[i], outs[i])
+        # The last tensor of a window signals; until then the others wait for what has come already.
+        turns = {}
         for i, step in self.sharing.items():
             assert step.window is not None
-            # After a failure every output is poisoned; the last one of a window also releases it.
-            transport.signal(step.window, "release" if self.last_in[step.window] == i else "poison", poison=outs[i])
+            mixed = fingerprint ^ self.directions[step.window] << 16
+            turns[i] = partial(transport.turn, mixed, self.last_in[step.window] == i)
+        for i, step in self.sharing.items():
+            step.fill_windows(xs[i], turns[i]())
+        for i, step in self.sharing.items():
+            step.read_windows(xs[i], outs[i], turns[i](outs[i]))
         if self.sharing:
             transport.check()
         for i, alone in self.separate.items():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import add, lt, mul, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,9 @@ from ...kernels import (
     SourceRows,
     StridedBoxes,
     TargetRows,
+    Turn,
     Where,
+    WindowUse,
     copy_boxes,
     copy_boxes_kernel,
     copy_table,
@@ -22,8 +24,10 @@ from ...kernels import (
     reduce_boxes,
     reduce_table,
     reduce_views,
+    run_in_window,
     source_views,
     target_views,
+    window_table,
 )
 from ...planner import Reduce, Row, TransferTable
 from ..transports.comm_requests import Address
@@ -165,41 +169,57 @@ def contiguous_start(boxes: Iterable[Where]) -> int | None:
 
 
 class Copies:
-    """Copies boxes from source tensors into target tensors, or fills them."""
+    """Copies boxes from source tensors into target tensors, or fills them.
 
-    table: CopyTable | None = None
+    Args:
+        use: if given, a call waits for peers before the first box and signals them after the last.
+    """
+
+    table: Any = None  # a CopyTable, or a WindowCopyTable if there is a use
 
     def __init__(
-        self, moves: Sequence[Move], fill: float | int | bool, dtype: torch.dtype, device: torch.device
+        self,
+        moves: Sequence[Move],
+        fill: float | int | bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        use: WindowUse | None = None,
     ) -> None:
-        self.empty, self.fill = not moves, fill
+        self.empty, self.fill, self.use = not moves, fill, use
         self._views: dict[Address, list[torch.Tensor]] = {}
         self._targets: TargetRows = [target for target, _ in moves]
         self._sources: SourceRows = [sources for _, sources in moves]
-        if moves and not is_plain_memory(device):
-            self.table = copy_table(StridedBoxes.of_rows(self._targets, self._sources, fill), dtype, device)
+        if is_plain_memory(device) or not (moves or use):
+            return
+        boxes = StridedBoxes.of_rows(self._targets, self._sources, fill)
+        self.table = copy_table(boxes, dtype, device) if use is None else window_table(boxes, dtype, device, use)
 
     def build(self, aligned: int) -> None:
         """Compile and upload the launch for sources whose addresses are multiples of `aligned` bytes."""
-        if not self.empty and self.table is not None and not self.table.cpu_path:
+        if self.table is not None and not self.table.cpu_path:
             self.table.variant(aligned, 16)
 
     def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
         """Set buffers that are the same in every call; None for those that are not."""
-        if not self.empty and self.table is not None:
+        if self.table is not None:
             _fix(self.table, sources, targets)
 
     def knows(self, key: Address) -> bool:
         """Whether views for `key` are cached, so that a call needs no targets."""
         return key is not None and not self.empty and key in self._views
 
-    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], key: Address = None) -> None:
-        """Execute the copies. `key` identifies the targets' memory, of which views are cached for the next calls."""
-        if self.empty:
-            return
-        if self.table is not None:
+    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], key: Address = None,
+                 turn: Turn | None = None) -> None:  # fmt: skip
+        """Execute the copies. `key` identifies the targets' memory, of which views are cached for the next calls.
+        `turn`: required if there is a use."""
+        if self.use is not None:
+            _run_in_window(self.use, self.table, self._copy, sources, targets, turn)
+        elif self.table is not None:
             copy_boxes(self.table, sources, targets)
-            return
+        elif not self.empty:
+            self._copy(sources, targets, key)
+
+    def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], key: Address = None) -> None:
         views = None if key is None else self._views.get(key)
         if views is None:
             views = target_views(self._targets, targets)
@@ -215,20 +235,30 @@ class Copies:
 
 
 class Reduction:
-    """Reduces the terms of boxes in a fixed order into target tensors, or fills them."""
+    """Reduces the terms of boxes in a fixed order into target tensors, or fills them. `use`: as in `Copies`."""
 
-    table: ReduceTable | None = None
+    table: Any = None  # a ReduceTable, or one of a window if there is a use
 
     def __init__(
-        self, moves: Sequence[Move], reduce: Reduce, fill: float | int | bool, dtype: torch.dtype, device: torch.device
+        self,
+        moves: Sequence[Move],
+        reduce: Reduce,
+        fill: float | int | bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        use: WindowUse | None = None,
     ) -> None:
-        self.empty, self.reduce, self.fill = not moves, reduce, fill
+        self.empty, self.reduce, self.fill, self.use = not moves, reduce, fill, use
         self.divisor = None if reduce.divisor == 1 else reduce.divisor
         self._targets: TargetRows = [target for target, _ in moves]
         self._sources: SourceRows = [sources for _, sources in moves]
-        if moves and not is_plain_memory(device):
-            boxes = StridedBoxes.of_rows(self._targets, self._sources, fill)
+        if is_plain_memory(device) or not (moves or use):
+            return
+        boxes = StridedBoxes.of_rows(self._targets, self._sources, fill)
+        if use is None:
             self.table = reduce_table(boxes, dtype, reduce.op, divisor=self.divisor, device=device)
+        else:
+            self.table = window_table(boxes, dtype, device, use, reduce.op, self.divisor)
 
     def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
         """Same as in `Copies`."""
@@ -240,10 +270,18 @@ class Reduction:
         if self.table is not None and not self.table.cpu_path:
             self.table.variant(aligned, 16)
 
-    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        if self.table is not None:
+    def __call__(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], turn: Turn | None = None
+    ) -> None:
+        """Execute the reduction; `turn`: required if there is a use."""
+        if self.use is not None:
+            _run_in_window(self.use, self.table, self._reduce, sources, targets, turn)
+        elif self.table is not None:
             reduce_boxes(self.table, sources, targets)
-            return
+        else:
+            self._reduce(sources, targets)
+
+    def _reduce(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         for target, contributors in zip(
             target_views(self._targets, targets), source_views(self._sources, sources), strict=True
         ):
@@ -251,6 +289,24 @@ class Reduction:
                 reduce_views(target, contributors, self.reduce.op, self.divisor)
             else:
                 target.fill_(self.fill)
+
+
+def _run_in_window(
+    use: WindowUse,
+    table: Any,
+    boxes: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None],
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    turn: Turn | None,
+) -> None:
+    """Copy or reduce in one use of a window: by `table`, or by `boxes` in plain memory."""
+    assert turn is not None
+    if table is not None:
+        run_in_window(table, sources, targets, turn)
+        return
+    if use.begin_cpu(turn):
+        boxes(sources, targets)
+    use.end_cpu(turn)
 
 
 def _fix(

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from ...kernels import Where
+from ...kernels import Where, WindowUse
 from ...planner import FILL, Program, Row, Step, TransferTable
 from ..transports.base import Transport
 from .copies import Copies, Move, Part, Reduction, box_at, contiguous_strides
@@ -107,14 +107,14 @@ class BoundStep:
         """A new output."""
         return self.transport.empty(self.shape, self.dtype, self.device)
 
-    def copies(self, moves: Sequence[Move]) -> Copies:
+    def copies(self, moves: Sequence[Move], use: WindowUse | None = None) -> Copies:
         """Copies of this step, registered in `launches`."""
-        copies = Copies(moves, self.step.fill, self.dtype, self.device)
+        copies = Copies(moves, self.step.fill, self.dtype, self.device, use)
         if moves:
             self.launches.append(copies)
         return copies
 
-    def reduction(self, staged: Terms) -> Reduction:
+    def reduction(self, staged: Terms, use: WindowUse | None = None) -> Reduction:
         """The reduction into the output (target 0) of the input (source 0) and of the contributions of peers at
         `staged`, registered in `launches`."""
         reduce = self.step.reduce
@@ -124,7 +124,7 @@ class BoundStep:
             own = 0, self.source(row)
             terms = [own if p == self.me else staged[index, i] for i, p in enumerate(row.senders) if p != FILL]
             moves.append(Move((0, self.target(row)), terms))
-        reduction = Reduction(moves, reduce, self.step.fill, self.dtype, self.device)
+        reduction = Reduction(moves, reduce, self.step.fill, self.dtype, self.device, use)
         if moves:
             self.launches.append(reduction)
         return reduction

@@ -111,28 +111,25 @@ class HierarchicalWindowStep(WindowStep):
     def _unpacking(self) -> Copies | Reduction:
         """Copies or reduction from the input, the own window and the receive buffer (sources 0 to 2)."""
         if self.step.reduce:
-            return self.reduction({**self.remote.staged_in(_RECEIVED), **self.staged()})
+            return self.reduction({**self.remote.staged_in(_RECEIVED), **self.staged()}, self.reading)
         return self.output_copies([*self.pushed(), *self.remote.unpacked_from(_RECEIVED)])
 
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         out, remote, window = self.empty(), self.remote, self.window
         received = torch.empty(remote.received, dtype=self.dtype, device=self.device)
-        if window is not None:
-            self.transport.signal(window, "acquire")
         yield HierarchicalExchange(
             remote.transfer(x, received, fingerprint, out),
             partial(self._push, x, fingerprint),
             None,
             out if self.last else None,
         )
-        own = received if window is None else self.own_window
-        self.finish([x, own, received], [out])
-        if window is not None:
-            self.transport.signal(window, "release", poison=out)
-            self.transport.check()
+        if window is None:
+            self.finish([x, received, received], [out])
+            return out
+        self.finish([x, self.own_window, received], [out], turn=self.transport.turn(fingerprint, out=out))
+        self.transport.check()
         return out
 
     def _push(self, x: torch.Tensor, fingerprint: int) -> None:
         if self.window is not None:
-            self.fill_windows(x)
-            self.transport.signal(self.window, "barrier", fingerprint)
+            self.fill_windows(x, self.transport.turn(fingerprint))

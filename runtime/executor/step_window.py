@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels import Turn, WindowUse
 from ...planner import Program, Step
 from ..transports.base import Transport, WindowedTransport
 from ..transports.symmetric_memory.window import Window
@@ -42,7 +43,8 @@ def window_region(
 
 class WindowStep(BoundStep):
     """Push into the windows of peers and unpack the own window; or copy the input into the own window and pull from
-    those of peers. Either way one launch writes windows, one reads them, and three signals synchronise the ranks.
+    those of peers. Either way one launch writes windows and one reads them; each waits for the peers before its first
+    access and signals them after its last one.
 
     For a push a window has shape [staging slots, *output shape], with a slot for each contribution of a peer, whose
     boxes are placed as in the output. For a pull it holds the input, contiguous. What a rank keeps is never copied
@@ -58,11 +60,12 @@ class WindowStep(BoundStep):
     def __init__(self, *args: Any, algorithm: Algorithm, region: WindowRegion | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.window: Window | None = None
+        self.reading: WindowUse | None = None
         self.pulls = algorithm.name == "pull"
         region = region or window_region(self.program, self.step, self.me, self.transport, algorithm)
         if region is not None:
             self.window = self.transport.window(region.ranks, region.first + region.nbytes)
-            self.window.build(self.dtype)
+            self.reading = self.window.reading(self.dtype)
             windows = {r: data[region.first :].view(self.dtype) for r, data in self.window.data.items()}
             self.own_window = windows[self.program.mesh.rank_at(self.me)]
             peer_windows = [windows[rank] for rank in self.peer_ranks]
@@ -97,11 +100,13 @@ class WindowStep(BoundStep):
                 for row in rows:
                     target = self.target(row, strides, slots[contributor] * math.prod(shape))
                     moves.append(Move((number, target), [(0, self.source(row))]))
-        return self.copies(moves)
+        return self.copies(moves, self.window.writing if self.window else None)
 
     def _unpacking(self) -> Copies | Reduction:
         """Copies or reduction from the input and the own window (source 1) into the output."""
-        return self.reduction(self.staged()) if self.step.reduce else self.output_copies(self.pushed())
+        if self.step.reduce:
+            return self.reduction(self.staged(), self.reading)
+        return self.output_copies(self.pushed())
 
     def pushed(self) -> list[Move]:
         """Copies of what peers pushed, from the own window (source 1) into the output."""
@@ -121,7 +126,8 @@ class WindowStep(BoundStep):
     def _publishing(self) -> Copies:
         """The copy of the whole input (source 0) into the own window."""
         shape = self.program.shape_before(self.step, self.me)[: len(self.program.shape)]
-        return self.copies([Move((0, packed(shape, 0)), [(0, (tuple(shape), self.source_strides, 0))])])
+        publish = Move((0, packed(shape, 0)), [(0, (tuple(shape), self.source_strides, 0))])
+        return self.copies([publish], self.window.writing if self.window else None)
 
     def _pulling(self) -> Copies | Reduction:
         """Copies or reduction from the input and the windows of the peers (sources 1, 2, …) into the output."""
@@ -136,14 +142,14 @@ class WindowStep(BoundStep):
             if p in sources
         }
         if self.step.reduce:
-            return self.reduction(staged)
+            return self.reduction(staged, self.reading)
         return self.output_copies([Move((0, self.target(self.incoming[n])), [part]) for (n, _), part in staged.items()])
 
     def output_copies(self, received: list[Move]) -> Copies:
         """Copies of all boxes of the output: kept, filled and received ones."""
         kept = [row for row in self.incoming if row.senders[0] == self.me]
         moves = [Move((0, self.target(row)), [(0, self.source(row))]) for row in kept]
-        return self.copies([*moves, *self.fills(), *received])
+        return self.copies([*moves, *self.fills(), *received], self.reading)
 
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         yield from ()  # a generator, as all runs are
@@ -151,12 +157,9 @@ class WindowStep(BoundStep):
         if self.window is None:
             self.finish([x], [out])
             return out
-        signal = self.transport.signal
-        signal(self.window, "acquire")
-        self.fill_windows(x)
-        signal(self.window, "barrier", self.fingerprint(fingerprint))
-        self.read_windows(x, out)
-        signal(self.window, "release", poison=out)
+        fingerprint = self.fingerprint(fingerprint)
+        self.fill_windows(x, self.transport.turn(fingerprint))
+        self.read_windows(x, out, self.transport.turn(fingerprint, out=out))
         self.transport.check()
         return out
 
@@ -164,8 +167,8 @@ class WindowStep(BoundStep):
         """The fingerprint that ranks compare, which includes the direction."""
         return fingerprint ^ (_PULLS if self.pulls else 0)
 
-    def fill_windows(self, x: torch.Tensor) -> None:
-        self.write([x], self.written)
+    def fill_windows(self, x: torch.Tensor, turn: Turn) -> None:
+        self.write([x], self.written, turn=turn)
 
-    def read_windows(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self.finish([x, *self.read], [out])
+    def read_windows(self, x: torch.Tensor, out: torch.Tensor, turn: Turn) -> None:
+        self.finish([x, *self.read], [out], turn=turn)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...kernels import Turn
 from .backend_limits import WindowPolicy
 from .comm_requests import Address, CommRequest
 from .shared_memory.receive_buffers import ReceiveBuffers
@@ -97,3 +98,7 @@ class WindowedTransport(Transport, Protocol):
 
     def signal(self, window: Window, use: Use, fingerprint: int = 0, poison: torch.Tensor | None = None) -> None:
         """Enqueue `Window.signal`, bounded by the transport's timeout."""
+
+    def turn(self, fingerprint: int, send: bool = True, out: torch.Tensor | None = None) -> Turn:
+        """The arguments of a launch that writes or reads a window, bounded by the transport's timeout. `send`: it is
+        the last one that does so in this exchange; `out`: the output to overwrite on failure."""

@@ -135,7 +135,7 @@ class HierarchicalSymmetricMemoryTransport(HierarchicalTransport[SymmetricMemory
         self, inside: SymmetricMemoryTransport, across: ProcessGroupTransport, nodes: Mapping[int, Hashable]
     ) -> None:
         super().__init__(inside, across, nodes)
-        self.window, self.signal = inside.window, inside.signal
+        self.window, self.signal, self.turn = inside.window, inside.signal, inside.turn
 
     def begin(self, request: CommRequest) -> Callable[[], Any]:
         if not isinstance(request, HierarchicalExchange):

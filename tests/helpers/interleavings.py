@@ -46,6 +46,14 @@ class Memory:
     def store(self, address: Address, value: int) -> None:
         self._answer("store", address, value)
 
+    def add(self, address: Address, value: int) -> int:
+        """Atomically; returns the value before."""
+        return self._answer("add", address, value)
+
+    def swap(self, address: Address, old: int, new: int) -> int:
+        """Atomically store `new` if the value is `old`; returns the value before."""
+        return self._answer("swap", address, old, new)
+
     def choose(self) -> bool:
         """Either."""
         return self._answer("choose")
@@ -158,6 +166,11 @@ def explore(codes: Sequence[Callable[[Memory], Any]], addresses: Sequence[Addres
             elif kind == "store":
                 word = size + at[rest[0]]
                 answers = [(None, (*state[:word], rest[1], *state[word + 1 :]))]
+            elif kind in ("add", "swap"):
+                word = size + at[rest[0]]
+                was = state[word]
+                new = was + rest[1] if kind == "add" else rest[2] if was == rest[1] else was
+                answers = [(was, (*state[:word], new, *state[word + 1 :]))]
             else:
                 answers = [(True, state), (False, state)]
             for answer, (*changed,) in answers:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ....errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
-from ....kernels import Code, Failure, wait_limit
+from ....kernels import Code, Failure, Turn, wait_limit
 from ..backend_limits import WindowPolicy
 from ..buffer_pool import BufferPool
 from ..comm_requests import PendingCall
@@ -92,7 +92,8 @@ class SymmetricMemoryTransport:
                 return window
         size = window_size(nbytes, exact)
         memory = self._memory(ranks, pad_bytes(len(ranks)) + size, f"windows/{len(windows)}")
-        window = Window(self.rank, memory, len(self._all), self.failure)
+        watch = None if self._watchdog is None else self._watched
+        window = Window(self.rank, memory, len(self._all), self.failure, watch)
         windows.append(window)
         windows.sort(key=lambda made: made.nbytes)
         self._all.append(window)
@@ -159,9 +160,21 @@ class SymmetricMemoryTransport:
         if self._watchdog is None or use not in ("acquire", "barrier"):
             window.signal(use, fingerprint, self.wait_limit, poison)
             return
-        self._watchdog.start(partial(window.late, use))
-        try:
+        with self._watched(partial(window.late, use)):
             window.signal(use, fingerprint, self.wait_limit, poison)
+
+    def turn(self, fingerprint: int, send: bool = True, out: torch.Tensor | None = None) -> Turn:
+        """The arguments of a launch that writes or reads a window, bounded by the transport's timeout. `send`: it is
+        the last one that does so in this exchange; `out`: the output to overwrite on failure."""
+        return Turn(fingerprint, self.wait_limit, send, out)
+
+    @contextmanager
+    def _watched(self, late: Callable[[], Sequence[int]]) -> Iterator[None]:
+        """A wait for the ranks that `late` returns, which ends when one of them fails."""
+        assert self._watchdog is not None
+        self._watchdog.start(late)
+        try:
+            yield
         finally:
             self._watchdog.stop()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Literal
 
 import torch
 
-from ....kernels import SLOT, UNLIMITED, Channel, Failure, build_signal, pack, signal
+from ....kernels import SLOT, UNLIMITED, Channel, Failure, Watch, WindowUse, build_signal, pack, signal
 
 Use = Literal["acquire", "barrier", "release", "poison"]
 _SMALLEST = 1 << 16
@@ -29,11 +31,15 @@ def pad_bytes(size: int) -> int:
 
 
 class Window:
-    """A window of a group, as seen by one rank. Every exchange consists of three signals, on every rank of the group,
-    and of kernels between them:
+    """A window of a group, as seen by one rank. Every exchange consists of two launches, on every rank of the group:
+
+        writing   waits until every rank has released the last exchange, writes windows, notifies all ranks of that
+        reading   waits until every rank has written, reads windows, notifies all ranks of that (releases)
+
+    or of three signals, and of kernels between them:
 
         acquire   waits until every rank has released the last exchange: windows may be written
-        barrier   waits until every rank has written: windows may be read
+        barrier   notifies all ranks that this rank has written, and waits for theirs: windows may be read
         release   notifies all ranks that this rank has read
 
     All of them wait on the device, not on the host.
@@ -41,9 +47,20 @@ class Window:
     Args:
         memory: by ascending rank, `pad_bytes` zeros followed by the data.
         number: the index of the window among those of this rank, for errors.
+        watch: for CPU memory, the context of a wait, from a function that returns the late ranks.
+
+    Attributes:
+        writing: the use of launches that write the window.
     """
 
-    def __init__(self, rank: int, memory: Mapping[int, torch.Tensor], number: int, failure: Failure) -> None:
+    def __init__(
+        self,
+        rank: int,
+        memory: Mapping[int, torch.Tensor],
+        number: int,
+        failure: Failure,
+        watch: Callable[[Callable[[], Sequence[int]]], AbstractContextManager[object]] | None = None,
+    ) -> None:
         self.rank, self.ranks, self.number, self.failure = rank, tuple(memory), number, failure
         self._memory = memory
         self.peers = tuple(peer for peer in memory if peer != rank)
@@ -51,6 +68,9 @@ class Window:
         self.data = {r: tensor[first:] for r, tensor in memory.items()}
         self.nbytes = memory[rank].numel() - first
         self.arrived, self.released = (self._channel(c) for c in range(len(_CHANNELS)))
+        self._watch: Watch | None = None if watch is None else lambda late: watch(partial(self._ranks_of, late))
+        self.writing = WindowUse(self.released, self.arrived, 1, None, self._watch)
+        self._reading: dict[torch.dtype, WindowUse] = {}
 
     def _channel(self, which: int) -> Channel:
         peers = self.peers
@@ -62,6 +82,15 @@ class Window:
         slots = [self._memory[p].data_ptr() + which * rows + i * SLOT * 8 for p, i in zip(peers, places, strict=True)]
         channel = len(_CHANNELS) * self.number + which
         return Channel(pad, slots, [pack(self.rank, peer, channel) for peer in peers], self.failure)
+
+    def reading(self, dtype: torch.dtype) -> WindowUse:
+        """The use of launches that read the window, with outputs of a dtype."""
+        if dtype not in self._reading:
+            self._reading[dtype] = WindowUse(self.arrived, self.released, 0, dtype, self._watch)
+        return self._reading[dtype]
+
+    def _ranks_of(self, late: Callable[[], Sequence[int]]) -> tuple[int, ...]:
+        return tuple([self.peers[peer] for peer in late()])
 
     def signal(self, use: Use, fingerprint: int, limit: int, poison: torch.Tensor | None = None) -> None:
         """Enqueue a signal. "release" overwrites the tensor `poison` if this rank has failed; "poison" does only that.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from shardweave.runtime.dtensor import drop_in
 from shardweave.runtime.executor import copies
 
 signal = import_module("shardweave.kernels.signal")  # the package has the function by this name
+window_use = import_module("shardweave.kernels.window_use")
 
 # The guard
 
@@ -270,17 +273,16 @@ def dtensor(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Any, ...
 def control_words_of(guard: SyncGuard) -> Iterator[None]:
     """Signals between CPUs read and write control words, which a kernel does on a GPU. Only these, and the poisoning of
     outputs, are not guarded in the symmetric-memory transport."""
-    reference = signal.signal_cpu
-
-    def lifted(*args: Any) -> None:
-        with guard.lifted():
-            reference(*args)
-
-    signal.signal_cpu = lifted
-    try:
+    references = [(signal, "signal_cpu"), (window_use, "wait_cpu"), (window_use, "end_use_cpu")]
+    with ExitStack() as patches:
+        for module, name in references:
+            patches.enter_context(patch.object(module, name, partial(_lifted, guard, getattr(module, name))))
         yield
-    finally:
-        signal.signal_cpu = reference
+
+
+def _lifted(guard: SyncGuard, function: Callable[..., Any], *args: Any) -> Any:
+    with guard.lifted():
+        return function(*args)
 
 
 def under_the_guard(rank: int, transport: str, name: str) -> dict[str, int]:
@@ -368,10 +370,10 @@ def caught(rank: int, transport: str) -> str:
     shardweave.redistribute(x, [Shard(1)], transport=transport)
     call = copies.Copies.__call__
 
-    def planted(self: copies.Copies, sources: Any, *rest: Any) -> None:
+    def planted(self: copies.Copies, sources: Any, *rest: Any, **named: Any) -> None:
         if rank == 0:
             sources[0].sum().item()
-        call(self, sources, *rest)
+        call(self, sources, *rest, **named)
 
     copies.Copies.__call__ = planted  # type: ignore[method-assign]
     try:

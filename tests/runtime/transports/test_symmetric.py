@@ -218,19 +218,19 @@ def signals_of_a_batch(rank: int) -> None:
     given = [made(torch.arange(35.0 + 7 * i).view(-1, 7), other, [Shard(0)], {}, "cpu") for i in range(6)]
     given += [made(torch.arange(12.0).view(3, 4), mesh, [Shard(0), Replicate()], {}, "cpu") for _ in range(3)]
     targets = [[Shard(1)]] * 6 + [[Shard(1), Replicate()]] * 3
-    transport, counted = transport_of("cpu"), Counter[str]()
-    signal = transport.signal
+    transport, counted = transport_of("cpu"), Counter[tuple[str, bool]]()
+    turn = transport.turn
 
-    def counting(window: Any, use: str, *args: Any, **options: Any) -> None:
-        counted[use] += 1
-        signal(window, use, *args, **options)  # type: ignore[arg-type]
+    def counting(fingerprint: int, send: bool = True, out: Any = None) -> Any:
+        counted["reads" if out is not None else "writes", send] += 1
+        return turn(fingerprint, send, out)
 
-    transport.signal = counting  # type: ignore[method-assign]
+    transport.turn = counting  # type: ignore[method-assign]
     outs = shardweave.redistribute_batch(given, targets, transport="symmetric_memory")
     for x, y, target in zip(given, outs, targets, strict=True):
         assert equal(y.to_local(), held_by(x.full_tensor(), target, x.device_mesh, {}))
-    # One set of signals for each of two groups of ranks; each further tensor needs one signal to poison its output.
-    assert counted == {"acquire": 2, "barrier": 2, "release": 2, "poison": 7}, counted
+    # One pair of signals for each of two groups of ranks.
+    assert counted == {("writes", True): 2, ("reads", True): 2, ("writes", False): 7, ("reads", False): 7}, counted
 
 
 def test_batch_signals_once() -> None:
