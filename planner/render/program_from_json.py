@@ -18,7 +18,7 @@ from ...errors import ArgumentError, ShardweaveError, shown
 from ..arguments import check_layout, check_shape, check_target
 from ..cost.topology import Topology
 from ..exchange.build_steps import build_step
-from ..exchange.layout_change import LayoutChange
+from ..exchange.node_change import layout_change
 from ..exchange.steps import Step
 from ..layouts.dtypes import check_dtype
 from ..layouts.index_sets import held_box
@@ -112,7 +112,7 @@ def _step(place: str, entry: Any, program: ProgramBase, before: _LayoutOnMesh) -
 
 def _build(program: ProgramBase, source: _LayoutOnMesh, target: _LayoutOnMesh) -> Step:
     nodes = None if program.topology is None else program.topology.rank_nodes
-    change = LayoutChange(source.mesh, program.dtype, source.layout, target.layout, nodes, target.mesh, program.mesh)
+    change = layout_change(source.mesh, program.dtype, source.layout, target.layout, nodes, target.mesh, program.mesh)
     return build_step(change, program.shape, program.rank)
 
 
