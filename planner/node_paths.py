@@ -14,12 +14,10 @@ from .cost.topology import Topology
 from .exchange.node_change import NodeChange, layout_change
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh
-from .layouts.node_layout import Kind, NodeLayout
+from .layouts.node_layout import MAX_RANKS, Kind, NodeLayout
 from .layouts.placements import Partial, Replicate
 from .path import Path
 
-MAX_RANKS = 64
-"""The mesh size up to which these paths are tried, since their steps are priced box by box."""
 _MAX_TENSOR_DIMS = 2  # the largest ones, that node layouts cut
 
 

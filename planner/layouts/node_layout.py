@@ -17,6 +17,8 @@ from .nodes import Nodes, nodes_of
 
 Kind = Literal["node sums", "node shares", "shares"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+MAX_RANKS = 64
+"""The mesh size up to which these layouts are used, since their steps are planned and priced box by box."""
 
 
 class NodeLayout(Layout):

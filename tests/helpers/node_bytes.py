@@ -17,8 +17,9 @@ def least_into_busiest_node(
     """A lower bound on the elements that the node with the most receives from others, whatever the program.
 
     A node must receive what a rank of it wants and no rank of it holds: of a sum, at least one value per element if it
-    lacks a term. Over all nodes together, an element needs at least as many transfers as bring its terms to one node,
-    and one for every other node that wants it and lacks a term.
+    lacks a term, and where no other node wants the element, as many as bring all terms, since a relay only adds
+    transfers. Over all nodes together, an element needs at least as many transfers as bring its terms to one node, and
+    one for every other node that wants it and lacks a term.
 
     Args:
         source, target: layouts as text; partial in `target` only where it is partial in `source`.
@@ -42,20 +43,25 @@ def least_into_busiest_node(
         lacking = wants & ~has.all(axis=1)
         into += lacking.sum(axis=1)
         patterns, counts = np.unique(
-            np.concatenate([has.reshape(-1, held.shape[1]), lacking]), axis=1, return_counts=True
+            np.concatenate([has.reshape(-1, held.shape[1]), wants, lacking]), axis=1, return_counts=True
         )
         for pattern, count in zip(patterns.T, counts.tolist(), strict=True):
-            transfers += count * _transfers(pattern[: has[..., 0].size].reshape(number, -1), pattern[-number:])
+            of_terms = pattern[: has[..., 0].size].reshape(number, -1)
+            into_one = _transfers(of_terms, pattern[-number:], pattern[-2 * number : -number])
+            transfers += count * into_one
+            wanting = np.flatnonzero(pattern[-2 * number : -number])
+            if len(wanting) == 1:
+                into[wanting[0]] += count * max(0, into_one - 1)
     return max(into.max(), transfers / number)
 
 
-def _transfers(has: np.ndarray, lacking: np.ndarray) -> int:
-    """The transfers of one element: `has` [nodes, terms], `lacking` [nodes]."""
+def _transfers(has: np.ndarray, lacking: np.ndarray, wants: np.ndarray) -> int:
+    """The transfers of one element: `has` [nodes, terms], `lacking` [nodes], `wants` [nodes]."""
     if not lacking.any():
         return 0
     number = len(has)
     best = None
-    for node in range(number):
+    for node in np.flatnonzero(wants) if wants.sum() == 1 else range(number):
         others = [n for n in range(number) if n != node]
         for count in range(number):
             chosen = (list(c) for c in combinations(others, count))
