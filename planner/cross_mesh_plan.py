@@ -12,7 +12,7 @@ from .cost.cross_mesh_cost import step_price_between
 from .cost.priced_ranks import PRICED_WHOLE, priced_ranks
 from .cost.topology import Topology
 from .exchange.build_steps import build_step
-from .exchange.layout_change import layout_change
+from .exchange.node_change import layout_change
 from .exchange.steps import Step
 from .layouts.dtypes import ITEMSIZE
 from .layouts.index_sets import held_sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from .cost.priced_ranks import priced_ranks
@@ -18,7 +19,7 @@ class IntermediateLayouts:
     """The intermediate layouts between `source` and `target`, in which mesh dims of size 1 are replicated."""
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, topology: Topology) -> None:
-        self.target = target
+        self.target, self.mesh_shape = target, mesh.shape
         # Strided tensor dims have no order: mesh dims cut them in ascending order.
         shards = (*source.placements, *target.placements)
         self.strided = {p.dim for p in shards if isinstance(p, StridedShard) and not p.own}
@@ -49,6 +50,9 @@ class IntermediateLayouts:
         if not source.has_partial:
             return []
         partial = self._reduced_dims(source)
+        # Across three and more nodes, scattering sums and gathering them moves less than every node adding all terms.
+        scattered = [m for m in partial if m in self.across and self.target.placements[m] == Replicate()]
+        nodes = math.prod(self.mesh_shape[m] for m in scattered)
         paths = []
         for group in (self.inside, [m for m in partial if m in self.inside]):
             for shard in self.shards:
@@ -56,6 +60,9 @@ class IntermediateLayouts:
                 second = self._replaced(first, self.across, None) if first and self.across else None
                 if first and second and len({source, first, second, self.target}) == 4:
                     paths.append((source, first, second, self.target))
+                    between = self._replaced(first, scattered, shard) if nodes > 2 else None
+                    if between and len({*paths[-1], between}) == 5:
+                        paths.append((source, first, between, second, self.target))
         return list(dict.fromkeys(paths))
 
     def next_layouts(self, layout: Layout) -> list[Layout]:

@@ -16,8 +16,9 @@ from .cost.priced_ranks import PRICED_WHOLE
 from .cost.topology import NVLINK_NODE, Topology
 from .cross_mesh_plan import plan_cross_mesh
 from .exchange.build_steps import build_step
-from .exchange.layout_change import LayoutChange, layout_change
+from .exchange.layout_change import LayoutChange
 from .exchange.local_slice import LocalSlice
+from .exchange.node_change import layout_change
 from .layouts.dtypes import ITEMSIZE, check_dtype
 from .layouts.index_sets import held_sizes
 from .layouts.layout import Layout
@@ -25,6 +26,7 @@ from .layouts.mesh import Mesh, whole_numbers
 from .layouts.nodes import Nodes
 from .layouts.placements import Shard
 from .mesh_split import split_by_fan_in, split_by_nodes
+from .node_paths import node_paths
 from .path import Path
 from .program import Program
 from .request import Request
@@ -236,7 +238,11 @@ def _search(
         return _SearchResult(mesh, source, target, Path((start,), 0.0, nbytes))
     search = Search(mesh, shape, dtype, start, end, topology)
     if max_bytes is None:
-        return _SearchResult(mesh, source, target, search.cheapest())
+        path = search.cheapest()
+        through_nodes = min(node_paths(mesh, shape, dtype, start, end, topology), key=lambda p: p.us, default=path)
+        if through_nodes.us < path.us:
+            path = replace(through_nodes, others=(replace(path, others=()), *path.others))
+        return _SearchResult(mesh, source, target, path)
 
     def peak_bytes(path: Path) -> int:
         """The bytes that a rank holds at most: exact from the boxes, or on a large mesh the estimate."""

@@ -13,7 +13,7 @@ from .bounded_fan_in import MAX_FAN_IN, bound_fan_in, exceeds_fan_in
 from .cost.priced_ranks import priced_ranks
 from .cost.step_cost import StepPrice, shard_elements, step_prices
 from .cost.topology import Topology
-from .exchange.layout_change import layout_change
+from .exchange.node_change import layout_change
 from .intermediate_layouts import IntermediateLayouts
 from .layouts.dtypes import ITEMSIZE
 from .layouts.layout import Layout

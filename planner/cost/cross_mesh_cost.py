@@ -6,13 +6,15 @@ import math
 
 import numpy as np
 
-from ..exchange.layout_change import LayoutChange, layout_change
+from ..exchange.layout_change import LayoutChange
+from ..exchange.node_change import NodeChange, layout_change
 from ..exchange.senders import transfer_table
 from ..exchange.steps import Traffic
 from ..layouts.dtypes import ITEMSIZE
 from ..layouts.index_sets import held_sizes
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
+from .node_cost import node_step_price
 from .priced_ranks import priced_ranks
 from .step_cost import StepPrice, step_price
 from .topology import Topology
@@ -29,6 +31,8 @@ def step_price_between(
 ) -> StepPrice:
     """The price of one step, on one mesh or between two."""
     change = layout_change(source_mesh, dtype, source, target, topology.rank_nodes, target_mesh)
+    if isinstance(change, NodeChange):
+        return node_step_price(change, shape, topology)
     return _cross_mesh_price(change, shape, topology) if change.is_cross_mesh else step_price(change, shape, topology)
 
 
@@ -45,8 +49,9 @@ def _cross_mesh_price(change: LayoutChange, shape: tuple[int, ...], topology: To
     node, network = topology.node, topology.network
     tables = [whole or transfer_table(change, shape, rank) for rank in sampled]
     traffics = [Traffic.of(table, rank, nodes) for table, rank in zip(tables, sampled, strict=True)]
-    far = np.array([[x.received_far for x in traffics], [x.sent_far for x in traffics]], dtype=np.float64)
-    busiest = (at.through_nic(far).max(axis=0) * size).tolist()
+    far_in, far_out = (np.array([getattr(x, name) for x in traffics], dtype=np.float64) * size
+                       for name in ("received_far", "sent_far"))  # fmt: skip
+    busiest = at.on_nic(far_in, far_out).tolist()
     for rank, table, traffic, on_nic in zip(sampled, tables, traffics, busiest, strict=True):
         sender = table.sender[:, 0]
         own = int(table.elements[(table.receiver == rank) & (sender == rank)].sum()) * size

@@ -42,11 +42,13 @@ class Network:
     Attributes:
         name: its name.
         link: one NIC; its bandwidth stands where the NIC's own is not known.
+        full_duplex: as for `Topology`.
         source: where the figures come from.
     """
 
     name: str
     link: Link
+    full_duplex: bool
     source: str
 
 
@@ -63,12 +65,17 @@ DEVICES = (
     _gpu("A100-PCIE", 32.0, 1555.0, "nominal: PCIe 4.0 x16, HBM2"),
     _gpu("A100", 300.0, 2039.0, "nominal: NVLink 3, HBM2e"),
     _gpu("MI300X", 448.0, 5300.0, "nominal: 7 Infinity Fabric links, HBM3"),
-    Device("cpu", Link(20.0, 5.0, one_sided=True), 10.0, "assumed: a core that copies in shared memory"),
+    Device("cpu", Link(20.0, 10.0, one_sided=True), 20.0, "assumed: a core copies 10 GB/s in shared memory"),
 )
 OTHER_DEVICE = _gpu("other", 32.0, 1000.0, "nominal: PCIe 4.0 x16; memory assumed")
 NETWORKS = (
-    Network("RDMA", Link(20.0, 50.0, one_sided=False, message_us=2.0), "assumed: 400 Gb/s"),
-    Network("TCP", Link(100.0, 1.25, one_sided=False, message_us=20.0), "assumed: 10 Gb/s"),
+    Network("RDMA", Link(20.0, 50.0, one_sided=False, message_us=2.0), True, "assumed: 400 Gb/s"),
+    Network(
+        "TCP",
+        Link(100.0, 1.25, one_sided=False, message_us=20.0),
+        False,
+        "assumed: 10 Gb/s, and one thread for all connections",
+    ),
 )
 
 
@@ -109,7 +116,10 @@ class MachineFigures:
         link = network.link
         if self.nic_gigabytes_per_s is not None:
             link = replace(link, gigabytes_per_s=self.nic_gigabytes_per_s)
-        topology = Topology("", None, device.node, link, device.memory_gigabytes_per_s, nics_per_node=self.nics)
+        topology = Topology(
+            "", None, device.node, link, device.memory_gigabytes_per_s, nics_per_node=self.nics,
+            full_duplex=network.full_duplex,
+        )  # fmt: skip
         return Topology.from_dict({**topology.to_dict(), **self.measured}) if self.measured else topology
 
     @property

@@ -50,6 +50,7 @@ class PricedRanks:
         all_positions = np.arange(mesh.size)
         ranks = mesh.rank_array
         nodes = topology.nodes_of(ranks)
+        self.full_duplex = topology.full_duplex
         self.one_node = bool((nodes == nodes[0]).all())
         sampled = all_positions if self.whole else np.unique(np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64))
         is_priced = np.isin(all_positions, sampled) if self.one_node else np.isin(nodes, nodes[sampled])
@@ -79,9 +80,13 @@ class PricedRanks:
         self.nic_members = np.arange(used.sum())[:, None] == self.nics
         self.sharing = self.nic_members.sum(axis=1)[self.nics[self.receivers]]
 
-    def through_nic(self, nbytes: np.ndarray) -> np.ndarray:
-        """[..., r] the bytes through the NIC of each receiver, given the bytes [..., r] of each; estimated from those
-        of the receiver where not all ranks are priced."""
+    def on_nic(self, received: np.ndarray, sent: np.ndarray) -> np.ndarray:
+        """[..., r] the bytes that the NIC of each receiver takes time for, given the bytes [..., r] that ranks receive
+        from other nodes and send to them; estimated from those of the receiver where not all ranks are priced."""
+        both = self._through_nic(received), self._through_nic(sent)
+        return np.maximum(*both) if self.full_duplex else both[0] + both[1]
+
+    def _through_nic(self, nbytes: np.ndarray) -> np.ndarray:
         if self.nics is None:
             return nbytes
         return (nbytes @ self.nic_members.T)[..., self.nics] if self.whole else nbytes * self.sharing

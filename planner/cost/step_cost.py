@@ -139,8 +139,7 @@ def _prices(
             far_peers = (missing > 0) * np.maximum(others, 1)
 
     over_node = node.us(np.maximum(near_in, near_out), near_peers)
-    busiest = np.maximum(at.through_nic(far_in), at.through_nic(far_out))
-    over_network = network.us(busiest, far_peers)
+    over_network = network.us(at.on_nic(far_in, far_out), far_peers)
     received = near_in + far_in
     packed = (0 if node.one_sided else near_in + near_out) + (0 * own if network.one_sided else far_in + far_out)
     terms = [(c.contributors, c.contributors > 1 and receivers_contribute(c.source, c.target)) for c in changes]

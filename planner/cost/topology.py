@@ -16,7 +16,7 @@ from ..layouts.nodes import Nodes, RankNodes, nodes_of
 _MAX_NODE_SIZE = 1 << 62  # fits in an int64
 _BANDWIDTH_RANGE = 1e-9, 1e30  # in 1e9 bytes per second; the price of 2**62 bytes stays finite
 _MAX_US = 1e12
-_OPTIONAL = "nodes", "nics_per_node", "origin"  # left out of JSON where they are not set
+_OPTIONAL = {"nodes": None, "nics_per_node": None, "full_duplex": True, "origin": ""}  # left out of JSON if they are so
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class Topology:
             sizes or whose ranks are not consecutive; instead of `node_size`.
         nics_per_node: the NICs that the ranks of a node share, in equal blocks of ascending ranks: the time of an
             exchange between nodes is that of the NIC with the most bytes in or out. None: each rank has its own.
+        full_duplex: whether a NIC receives while it sends, so that the larger number of bytes counts. If not, their sum
+            does.
         origin: where the nodes and figures come from, for `explain()`; empty for a topology that a user made. Not
             compared.
 
@@ -86,6 +88,7 @@ class Topology:
     call_us: float = 0.0
     nodes: RankNodes | None = field(default=None, repr=False)
     nics_per_node: int | None = field(default=None, repr=False)
+    full_duplex: bool = field(default=True, repr=False)
     origin: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +99,8 @@ class Topology:
         if nics is not None and not _is_count(nics):
             allowed = "a whole number from 1 to 2**62, or None for one for each rank"
             raise ArgumentError(f"topology: nics_per_node {shown(nics)}; allowed: {allowed}")
+        if not isinstance(self.full_duplex, bool):
+            raise ArgumentError(f"topology: full_duplex {shown(self.full_duplex)}; allowed: True, False")
         if not isinstance(self.origin, str):
             raise ArgumentError(f"topology: origin {shown(self.origin)}; allowed: text")
         if not isinstance(self.name, str):
@@ -113,6 +118,11 @@ class Topology:
     def rank_nodes(self) -> Nodes | None:
         """The node of each rank; None if all ranks share one."""
         return self.node_size if self.nodes is None else self.nodes
+
+    @property
+    def has_defaults(self) -> bool:
+        """Whether `nodes`, `nics_per_node` and `full_duplex` are not set."""
+        return self.nodes is None and self.nics_per_node is None and self.full_duplex
 
     def node_of(self, rank: int) -> int:
         """The index of the node of a rank."""
@@ -136,7 +146,7 @@ class Topology:
     @cached_property
     def _hash(self) -> int:  # cached, as topologies are keys of many caches
         figures = self.node, self.network, self.memory_gigabytes_per_s, self.call_us
-        return hash((self.name, self.rank_nodes, figures, self.nics_per_node))
+        return hash((self.name, self.rank_nodes, figures, self.nics_per_node, self.full_duplex))
 
     def copy_us(self, nbytes: Any) -> Any:
         """Microseconds to copy `nbytes` inside a rank, which reads and writes each byte."""
@@ -147,7 +157,7 @@ class Topology:
         values = asdict(self)
         if self.nodes is not None:
             values["nodes"] = list(self.nodes)
-        return {name: value for name, value in values.items() if name not in _OPTIONAL or value not in (None, "")}
+        return {name: value for name, value in values.items() if name not in _OPTIONAL or value != _OPTIONAL[name]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Topology:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from ..layouts.dtypes import is_floating
 from ..layouts.layout import Layout, receivers_contribute
@@ -114,7 +114,3 @@ class LayoutChange:
         if self.closure is None:
             return union_mesh(self.source_mesh, self.target_mesh).size
         return math.prod([self.source_mesh.shape[m] for m in self.closure])
-
-
-layout_change = lru_cache(maxsize=4096)(LayoutChange)
-"""The change between two layouts; cached."""

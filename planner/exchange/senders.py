@@ -19,6 +19,7 @@ from ..layouts.mesh import Mesh
 from ..layouts.placements import Shard
 from .intersection import FewPairs, intersect
 from .layout_change import LayoutChange
+from .node_change import NodeChange, node_transfer_table
 from .transfer_table import FILL, Row, TransferTable
 
 _MAX_PAIRS_AT_ONCE = 1 << 18  # pairs of receiver and holder that are intersected together
@@ -34,6 +35,11 @@ def transfer_table(change: LayoutChange, shape: tuple[int, ...], rank: int | Non
     The rows of a receiver tile its target shard. Rows are sorted by receiver, then by the shards of the source, tensor
     dim by tensor dim in cutting order.
     """
+    if isinstance(change, NodeChange):
+        table = node_transfer_table(change, shape)
+        if rank is None:
+            return table
+        return table.select((table.receiver == rank) | (table.sender == rank).any(axis=1))
     if rank is None:
         table = TransferTable.concatenate([_table(change, shape, *pairs) for pairs in _all_pairs(change)])
         return table if change.positions is change.target_mesh else _by_receiver(table)
@@ -288,6 +294,8 @@ def communicates(change: LayoutChange, shape: tuple[int, ...], table: TransferTa
     """
     if 0 in shape or change.closure == ():
         return False
+    if isinstance(change, NodeChange):
+        return node_transfer_table(change, shape).has_foreign_rows()
     if change.reduced:
         return True
     if change.is_local or change.closure == change.shards_split:

@@ -24,6 +24,8 @@ def receivers_contribute(source: Layout, target: Layout) -> bool:
     This is the case if the cuts of each tensor dim in `source` are the first of those in `target`, and no mesh dim
     becomes partial.
     """
+    if type(source) is not Layout or type(target) is not Layout:
+        return False  # a `NodeLayout`
     within = all(target.cuts(d)[: len(cuts)] == cuts for d, cuts in source.all_cuts)
     pairs = zip(source.placements, target.placements, strict=True)
     return within and not any(isinstance(b, Partial) and a != b for a, b in pairs)

@@ -63,7 +63,7 @@ def notes(program: ProgramBase, step: Step) -> list[str]:
             phrases[-1] += f" ({format_bytes(far)} over the network)"
     if step.reduce:
         phrases.append(str(step.reduce))
-    if (step.boxes.sender == FILL).any():
+    if (step.boxes.sender[:, 0] == FILL).any():
         phrases.append(f"fills the rest with {step.fill}")
     return phrases
 

@@ -18,12 +18,14 @@ from ...errors import ArgumentError, ShardweaveError, shown
 from ..arguments import check_layout, check_shape, check_target
 from ..cost.topology import Topology
 from ..exchange.build_steps import build_step
-from ..exchange.layout_change import LayoutChange
+from ..exchange.node_change import layout_change
 from ..exchange.steps import Step
 from ..layouts.dtypes import check_dtype
 from ..layouts.index_sets import held_box
 from ..layouts.layout import Layout, pairs_of
 from ..layouts.mesh import Mesh, union_mesh
+from ..layouts.node_layout import MAX_RANKS, NodeLayout, parse_node_layout
+from ..layouts.nodes import Nodes
 from ..layouts.placements import Shard
 from ..path import Path
 from ..program_base import ProgramBase
@@ -90,7 +92,8 @@ def _step(place: str, entry: Any, program: ProgramBase, before: _LayoutOnMesh) -
     for name, on in zip(("source", "target"), _list(f"{place}.meshes", entry["meshes"], 2), strict=True):
         if not isinstance(on, str) or on not in meshes:
             raise _wrong(f"{place}.meshes", entry["meshes"], f"two of {', '.join(meshes)}")
-        layout = _layout(f"{place}.{name}", entry[name], meshes[on], program.shape, program.dtype)
+        nodes = None if program.topology is None else program.topology.rank_nodes
+        layout = _layout(f"{place}.{name}", entry[name], meshes[on], program.shape, program.dtype, nodes)
         ends.append(_LayoutOnMesh(meshes[on], layout))
     source, target = ends
     if source != before:
@@ -112,7 +115,7 @@ def _step(place: str, entry: Any, program: ProgramBase, before: _LayoutOnMesh) -
 
 def _build(program: ProgramBase, source: _LayoutOnMesh, target: _LayoutOnMesh) -> Step:
     nodes = None if program.topology is None else program.topology.rank_nodes
-    change = LayoutChange(source.mesh, program.dtype, source.layout, target.layout, nodes, target.mesh, program.mesh)
+    change = layout_change(source.mesh, program.dtype, source.layout, target.layout, nodes, target.mesh, program.mesh)
     return build_step(change, program.shape, program.rank)
 
 
@@ -122,6 +125,8 @@ def _check_rows(place: str, boxes: Any, program: ProgramBase, source: _LayoutOnM
     if not isinstance(boxes, Mapping) or not {"receiver", "sender"} <= set(boxes):
         raise _wrong(place, boxes, "an object of receiver, sender, …")
     number = len(_list(f"{place}.receiver", boxes["receiver"]))
+    if isinstance(source.layout, NodeLayout) or isinstance(target.layout, NodeLayout):
+        return  # of few ranks
     pairs = zip(source.mesh.shape, source.layout.placements, strict=True)
     terms = math.prod(
         n for m, (n, p) in enumerate(pairs) if m in source.layout.partial_dims and target.layout.placements[m] != p
@@ -190,8 +195,16 @@ def _mesh(place: str, given: Any) -> Mesh:
     return mesh
 
 
-def _layout(place: str, given: Any, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Layout:
-    layout = _made(place, lambda text: Layout.parse(text, mesh.shape), given)
+def _layout(
+    place: str, given: Any, mesh: Mesh, shape: tuple[int, ...], dtype: str, nodes: Nodes | None = None
+) -> Layout:
+    layout: Layout | None = None
+    if nodes is not None and isinstance(given, str) and len(shape):
+        layout = _made(place, lambda text: parse_node_layout(text, mesh, nodes), given)
+        if isinstance(layout, NodeLayout) and (layout.tensor_dim >= len(shape) or mesh.size > MAX_RANKS):
+            raise _wrong(place, given, f"a cut of tensor dims 0..{len(shape) - 1} on up to {MAX_RANKS} ranks")
+    if layout is None:
+        layout = _made(place, lambda text: Layout.parse(text, mesh.shape), given)
     _made(place, lambda parsed: check_layout("layout", parsed, mesh, shape, dtype), layout)
     _check_same(place, given, str(layout))
     return layout
@@ -201,7 +214,7 @@ def _path(place: str, given: Any) -> Path:
     """A rejected path, which is only shown."""
     _check_keys(place, given, ("layouts", "us", "peak_bytes"))
     layouts = [
-        _made(f"{place}.layouts[{i}]", Layout.parse, text)
+        _made(f"{place}.layouts[{i}]", Layout.parse, text.partition(" | ")[0] if isinstance(text, str) else text)
         for i, text in enumerate(_list(f"{place}.layouts", given["layouts"]))
     ]
     if type(given["us"]) not in (int, float) or not (0 <= given["us"] < _MAX_NUMBER or given["us"] == math.inf):

@@ -1,0 +1,55 @@
+"""The cost model of steps from or to a `NodeLayout`, counted box by box, by the rules of `step_cost`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..exchange.node_change import NodeChange, node_transfer_table
+from ..exchange.transfer_table import FILL
+from ..layouts.dtypes import ITEMSIZE
+from ..layouts.index_sets import held_sizes
+from ..layouts.layout import Layout
+from .priced_ranks import priced_ranks
+from .step_cost import StepPrice
+from .topology import Topology
+
+
+def node_step_price(change: NodeChange, shape: tuple[int, ...], topology: Topology) -> StepPrice:
+    """The price of performing `change` on a tensor of `shape` in one step, of a mesh of up to `PRICED_WHOLE` ranks. It
+    has no lower bound."""
+    mesh, size = change.source_mesh, ITEMSIZE[change.dtype]
+    at, table = priced_ranks(mesh, topology), node_transfer_table(change, shape)
+    nodes, ranks = topology.nodes_of(mesh.rank_array), mesh.size
+    receiver = np.broadcast_to(table.receiver[:, None], table.sender.shape)
+    elements = np.broadcast_to(table.elements[:, None], table.sender.shape)
+    terms = table.sender != FILL
+    receiver, sender, nbytes = receiver[terms], table.sender[terms], elements[terms] * size
+    own, near = sender == receiver, nodes[sender] == nodes[receiver]
+
+    def by_rank(of: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return np.bincount(of[rows], weights=nbytes[rows], minlength=ranks)
+
+    def peers(rows: np.ndarray) -> np.ndarray:
+        pairs = np.unique(receiver[rows] * ranks + sender[rows])
+        return np.bincount(pairs // ranks, minlength=ranks)
+
+    inside, across = near & ~own, ~near
+    near_in, near_out = by_rank(receiver, inside), by_rank(sender, inside)
+    far_in, far_out = by_rank(receiver, across), by_rank(sender, across)
+    node, network = topology.node, topology.network
+    over_node = node.us(np.maximum(near_in, near_out), peers(inside))
+    over_network = network.us(at.on_nic(far_in, far_out), peers(across))
+    packed = (0 if node.one_sided else near_in + near_out) + (0 if network.one_sided else far_in + far_out)
+    before, after = (_shard_bytes(change, layout, shape) * size for layout in (change.source, change.target))
+    reduced = np.bincount(table.receiver, weights=(terms.sum(axis=1) - 1) * table.elements, minlength=ranks) * size
+    us = np.maximum(over_node, over_network) + topology.copy_us(by_rank(receiver, own) + packed + reduced)
+    staged = packed + (change.contributors if change.contributors > 1 else 0) * after
+    return StepPrice(float(us.max()), 0.0, int((before + after + staged).max()))
+
+
+def _shard_bytes(change: NodeChange, layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
+    mesh = change.source_mesh
+    sizes = [math.prod(held_sizes(shape, layout, mesh.shape, mesh.coordinate(p))) for p in range(mesh.size)]
+    return np.array(sizes, dtype=np.int64)
