@@ -1,0 +1,369 @@
+"""The kernels that ranks launch for exchanges through a window, and the memory operations of their compiled PTX."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product, repeat
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import z3
+from memory_model import Event, Execution, Node, mentions
+from ptx import Block, Data, Pruned, Word, parse
+from triton.runtime.jit import JITFunction
+
+from shardweave.bench.codegen import aot
+from shardweave.bench.codegen.launches import _NAMES, Specialisation, _as_compiled, _binder
+from shardweave.bench.suites.suite_host import Alone
+from shardweave.planner import plan
+from shardweave.runtime.executor import copies
+from shardweave.runtime.executor.bind import BoundProgram
+from shardweave.runtime.executor.copies import contiguous_strides
+from shardweave.runtime.transports.backend_limits import Direction, WindowPolicy
+from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
+from shardweave.runtime.transports.symmetric_memory.window import pad_bytes
+
+_CPU = torch.device("cpu")
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    compiled: Specialisation
+    values: dict[str, Any]
+    grid: tuple[int, ...]
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """In this block kernels take CPU tensors, and are not launched; launches are appended to the list."""
+    launches: list[Launch] = []
+
+    class Prepared:
+        def __init__(self, kernel: Any, compiled: Specialisation) -> None:
+            self.kernel, self.compiled = kernel, compiled
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            names = self.kernel.arg_names
+            return lambda *given: launches.append(
+                Launch(self.kernel, self.compiled, dict(zip(names, given, strict=True)), grid)
+            )
+
+    def run(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> Prepared | None:
+        if kernel not in _NAMES:
+            patch.setitem(_NAMES, kernel, kernel.__name__)
+        prepared = Prepared(kernel, _as_compiled(kernel, given, named))
+        if not warmup:
+            prepared[grid](*_binder(kernel)(*given, **named)[0].values())
+        return prepared if warmup else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("shardweave.kernels.") and hasattr(module, "runs_on"):
+                patch.setattr(module, "runs_on", lambda device: True)
+        patch.setattr(copies, "is_plain_memory", lambda device: False)
+        yield launches
+
+
+class _Provider:
+    """Memory of all ranks, in this process."""
+
+    device = _CPU
+
+    def __init__(self, rank: int, of_all: list[dict[int, torch.Tensor]], size: int) -> None:
+        self.rank, self.size, self.of_all, self.made = rank, size, of_all, 0
+
+    def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
+        if self.made == len(self.of_all):
+            self.of_all.append({r: torch.zeros(nbytes, dtype=torch.uint8) for r in range(self.size)})
+        self.made += 1
+        return self.of_all[self.made - 1][self.rank], ""
+
+    def join(self, own: torch.Tensor, handles: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
+        return self.of_all[self.made - 1]
+
+
+class _Transport(SymmetricMemoryTransport):
+    def exchange_text(self, key: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
+        return dict.fromkeys(ranks, text)
+
+
+_compiled: dict[tuple[Any, ...], str] = {}
+
+
+def ptx_of(launch: Launch) -> str:
+    """The PTX of the kernel of a launch."""
+    c = launch.compiled
+    if c.key not in _compiled:
+        compiled = aot.compile_kernel(launch.kernel, "sm_90", c.constants, c.signature, c.aligned)
+        _compiled[c.key] = compiled.asm["ptx"]
+    return _compiled[c.key]
+
+
+class Path(NamedTuple):
+    """One way through a block: what holds if it is taken, and the nodes of its threads."""
+
+    conditions: list[Any]
+    threads: list[list[Node]]
+
+
+@dataclass
+class Ranks:
+    """Launches of all ranks.
+
+    Attributes:
+        launches: of each rank, with the number of the call.
+        memory: of each rank; it begins with `pads` bytes of words that ranks exchange.
+        errors: addresses of the words in which ranks note that they have failed.
+        shared: addresses of other words that several blocks use, and their bytes.
+    """
+
+    launches: list[list[tuple[int, Launch]]] = field(default_factory=list)
+    memory: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    pads: int = 0
+    errors: list[int] = field(default_factory=list)
+    shared: dict[int, int] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def exchanging(cls, size: int, calls: int, direction: Direction) -> Ranks:
+        """Ranks that gather a tensor `calls` times."""
+        program = plan((size,), (256 * size, 4), "float32", "S0", "R")
+        ranks = cls(pads=pad_bytes(size))
+        for rank in range(size):
+            transport = _Transport(rank, size, 10.0, _Provider(rank, ranks.memory, size), Alone())
+            transport._watchdog, transport.windows = None, WindowPolicy(direction)
+            x, of_rank = torch.zeros(program.source_shape(rank)), list[tuple[int, Launch]]()
+            with recorded() as launches:
+                bound = BoundProgram(program, rank, contiguous_strides(x.shape), transport, x.dtype, _CPU)
+                for call in range(1, calls + 1):
+                    for _request in bound.run(x, bound.fingerprint):
+                        raise AssertionError("a request to the host")
+                    of_rank += [(call, launch) for launch in launches]
+                    launches.clear()
+            ranks.launches.append(of_rank)
+            ranks.errors.append(transport.failure.error.data_ptr())
+            ranks.kept += [transport, bound, x]
+        return ranks
+
+    def location(self, address: int, nbytes: int, data: int | None) -> Word | Data | None:
+        if address in self.errors:
+            return Word(f"error of rank {self.errors.index(address)}", address)
+        for of_all in self.memory:
+            for rank, memory in of_all.items():
+                offset = address - memory.data_ptr()
+                if 0 <= offset < self.pads:
+                    return Word(f"pad of rank {rank}, word {offset // 8}", address)
+                if 0 <= offset < memory.numel():
+                    return Data(data) if data is not None and address <= data < address + nbytes else Data(0)
+        return Word(f"word {address:#x}", address, nbytes) if address in self.shared else None
+
+
+@dataclass
+class Behaviour:
+    """How a rank runs its launches.
+
+    Attributes:
+        launches: how many of them; None: all.
+        failing: the numbers of the launches in which it may fail, from 1 on.
+        failed: whether it has failed before and tells its peers.
+        expired: whether its waits time out at once.
+    """
+
+    launches: int | None = None
+    failing: Container[int] = ()
+    failed: bool = False
+    expired: bool = False
+
+
+@dataclass
+class Extraction:
+    """The memory operations of a rank's launches.
+
+    Attributes:
+        data: the byte of data that is followed; others are not.
+        change: makes a variant of the PTX.
+        touched: addresses of data, by number of the launch.
+    """
+
+    ranks: Ranks
+    rank: int
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    data: int | None = None
+    change: Callable[[str], str] = str
+    touched: dict[int, list[int]] = field(default_factory=dict)
+    private: dict[int, int] = field(default_factory=dict)
+
+    def launches(self) -> Iterator[tuple[int, list[list[Path]]]]:
+        """The ways through each block of each launch, with the number of the launch."""
+        for number, (call, launch) in enumerate(self.ranks.launches[self.rank][: self.behaviour.launches], 1):
+            yield number, list(self._blocks(number, f"{launch.compiled.kernel} (launch {number}, call {call})", launch))
+
+    def _blocks(self, number: int, name: str, launch: Launch) -> Iterator[list[Path]]:
+        kernel, kinds = parse(self.change(ptx_of(launch))), launch.compiled.signature
+        values = [v.data_ptr() if isinstance(v, torch.Tensor) else v for n, v in launch.values.items()
+                  if kinds[n] != "constexpr"]  # fmt: skip
+        arguments = dict(zip(kernel.parameters, [*values, 0, 0], strict=True))
+        failing = self.behaviour.failed or number in self.behaviour.failing
+        before, used, changed = dict(self.private), Counter[int](), set[int]()
+
+        def location(address: int, nbytes: int) -> Word | Data | None:
+            at = self.ranks.location(address, nbytes, self.data)
+            if isinstance(at, Data):
+                self.touched.setdefault(number, []).append(address)
+            return at if at != Data(0) else None
+
+        for program in range(math.prod(launch.grid)):
+            found: list[tuple[Path, Block]] = []
+            pending: list[list[bool]] = [[]]
+            at = program % launch.grid[0], program // launch.grid[0] % launch.grid[1], 0
+            special = {f"%{kind}.{axis}": n for kind, of_axes in (("ctaid", at), ("nctaid", launch.grid))
+                       for axis, n in zip("xyz", of_axes, strict=True)}  # fmt: skip
+            while pending:
+                conditions: list[Any] = []
+                times = iter(range(0, 1 << 62, 1 << 50)) if self.behaviour.expired else repeat(0)
+                # Of each warp one thread: the others do nothing else.
+                block = Block(
+                    kernel, self.rank, f"{name}, program {program}", arguments, location, special,
+                    range(0, 32 * launch.compiled.constants["num_warps"], 32), dict(before),
+                    _decision(conditions, pending.pop(), pending), partial(next, times),
+                )  # fmt: skip
+                with suppress(Pruned):
+                    block.run()
+                    events = events_of(block.threads)
+                    failed = any(map(fails, events))
+                    told = failed and not any("error" in str(e.at) and e.written is not None for e in events)
+                    if (failing or not failed) and (told or not self.behaviour.failed or not words_of(events)):
+                        threads = [t for t in block.threads if any(isinstance(n, Event) for n in t)]
+                        found.append((Path(conditions, threads), block))
+            assert found, f"no way through {name}"
+            fine = [b for p, b in found if not any(map(fails, events_of(p.threads)))] or [found[0][1]]
+            changes = [{a: v for a, v in b.private.items() if before.get(a) != v} for b in fine]
+            assert all(other == changes[0] for other in changes), "private memory depends on what others write"
+            used.update(set[int]().union(*(b.touched for _, b in found)))
+            changed |= changes[0].keys()
+            self.private.update(changes[0])
+            yield _joined([path for path, _ in found])
+        if shared := {address for address in changed if used[address] > 1}:
+            self.ranks.shared |= dict.fromkeys(shared, 8)
+            raise SharedWords
+
+
+class SharedWords(Exception):
+    """Blocks of a launch share words that were taken to be private; now they are not."""
+
+
+def _decision(conditions: list[Any], choices: list[bool], pending: list[list[bool]]) -> Callable[[Any], bool]:
+    """Takes branches as `choices` says where both ways are possible, then the first one; the other is left for later,
+    in `pending`. What holds then is appended to the conditions."""
+    solver, taken, known = z3.Solver(), list[bool](), dict[str, bool]()
+
+    def decide(term: Any) -> bool:
+        text = str(term)
+        if text not in known:
+            possible = [c for c in (True, False) if solver.check(term if c else z3.Not(term)) == z3.sat]
+            if len(possible) == 2:
+                if len(taken) == len(choices):
+                    pending.append([*taken, False])
+                    choices.append(True)
+                possible = [choices[len(taken)]]
+                taken.append(possible[0])
+            known[text] = possible[0]
+            conditions.append(term if known[text] else z3.Not(term))
+            solver.add(conditions[-1])
+        return known[text]
+
+    return decide
+
+
+def events_of(threads: Iterable[Sequence[Node]]) -> list[Event]:
+    return [node for nodes in threads for node in nodes if isinstance(node, Event)]
+
+
+def words_of(events: Iterable[Event]) -> list[Event]:
+    return [e for e in events if isinstance(e.at, Word)]
+
+
+def fails(event: Event) -> bool:
+    """A rank that fails notes it, or tells a peer."""
+    if "error" in str(event.at):
+        return event.written is not None
+    return isinstance(event.written, int) and event.written in (-1, (1 << 64) - 1) and "pad" in str(event.at)
+
+
+def _joined(found: list[Path]) -> list[Path]:
+    """The ways without those that are others with fewer polls. What earlier polls read does not matter then: who sees a
+    signal at the first look would see it at the next as well, which orders less."""
+    kept: dict[Hashable, Path] = {}
+    for path in found:
+        events = events_of(path.threads)
+        polls = [e for e in words_of(events) if e.read is not None and e.written is None]
+        last = {(e.thread, e.at): e for e in polls}
+        earlier = [e for e in polls if last[e.thread, e.at] is not e]
+        conditions = [c for c in path.conditions if not any(mentions(c, e.read) for e in earlier)]
+        names = [(e.read, z3.BitVec(f"{e.thread} {e.at}", e.read.size())) for e in last.values()]
+        kinds = sorted(f"{e.thread} {e.order} {e.scope} {e.at} {e.written}" for e in events if e not in earlier)
+        key = *kinds, *sorted({str(z3.simplify(z3.substitute(c, *names))) for c in conditions})
+        if key not in kept or len(events_of(kept[key].threads)) < len(events):
+            kept[key] = Path(conditions, path.threads)
+    return list(kept.values())
+
+
+def executions(
+    ranks: Ranks, behaviours: Mapping[int, Behaviour], data: int | None = None, change: Callable[[str], str] = str,
+    streams: bool = True,
+) -> Iterator[Execution]:  # fmt: skip
+    """All that these ranks do together, for each combination of ways through their blocks.
+
+    Args:
+        streams: whether a kernel begins when the one before it has ended.
+    """
+    while True:
+        after: list[tuple[Node, Node]] = []
+        blocks: list[list[Path]] = []
+        try:
+            for rank, behaviour in behaviours.items():
+                end = Node()
+                for _, ways in Extraction(ranks, rank, behaviour, data, change).launches():
+                    begin, end, before = Node(), Node(), end
+                    after += [(before, begin), (begin, end)] if streams else []
+                    blocks += [[Path(c, [[begin, *t, end] for t in threads]) for c, threads in of_block]
+                               for of_block in ways]  # fmt: skip
+            break
+        except SharedWords:
+            continue
+    for combined in product(*blocks):
+        found = Execution([t for path in combined for t in path.threads], _initial, after)
+        found.solver.add(*(c for path in combined for c in path.conditions))
+        yield found
+
+
+def _initial(at: Any) -> int:
+    return int.from_bytes(ctypes.string_at(at.address, at.nbytes), "little") if isinstance(at, Word) else 0
+
+
+def last_write(ranks: Ranks, rank: int, data: int) -> int:
+    """The number of the last launch in which a rank stores a byte of data."""
+    return max(number for number, ways in Extraction(ranks, rank, data=data).launches() for path in sum(ways, [])
+               for e in events_of(path.threads) if isinstance(e.at, Data) and e.written is not None)  # fmt: skip
+
+
+def followed(ranks: Ranks, writer: int, reader: int, direction: Direction) -> int:
+    """The address of data that one rank writes for another, not by the first thread of a block."""
+    extractions = [Extraction(ranks, rank) for rank in (writer, reader)]
+    for extraction in extractions:
+        while True:
+            with suppress(SharedWords):
+                list(extraction.launches())
+                break
+    writes, reads = ({a for some in e.touched.values() for a in some} for e in extractions)
+    memory = ranks.memory[0][reader if direction == "push" else writer]
+    return max(a for a in writes & reads if 0 <= a - memory.data_ptr() < memory.numel())

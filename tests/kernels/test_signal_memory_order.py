@@ -1,0 +1,217 @@
+"""The signals of windows in the PTX memory model: what ranks launch for an exchange is compiled, and the memory
+operations of the PTX are the threads of litmus tests. No execution may have a bad outcome; variants with an error have
+one, and it is printed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+z3 = pytest.importorskip("z3", reason="z3-solver is not installed")
+from exchange import Behaviour, Ranks, executions, fails, followed, last_write, recorded  # noqa: E402
+from memory_model import Event, Execution  # noqa: E402
+from ptx import Data  # noqa: E402
+
+from shardweave.kernels.channel import DISAGREES, FAILED  # noqa: E402
+from shardweave.kernels.store_word import store_word  # noqa: E402
+
+pytestmark = pytest.mark.aot
+long = pytest.mark.long
+BOTH = pytest.mark.parametrize("direction", ["push", pytest.param("pull", marks=long)])
+VARIANTS = {
+    "relaxed instead of release": ("st.release.sys", "st.relaxed.sys"),
+    "relaxed instead of acquire": ("ld.global.sys.acquire", "ld.global.sys.relaxed"),
+    "release for the GPU only": ("st.release.sys", "st.release.gpu"),
+    "acquire for the GPU only": ("ld.global.sys.acquire", "ld.global.gpu.acquire"),
+}
+
+
+def calls_of(ranks: Ranks, rank: int, calls: int) -> int:
+    """The number of launches of a rank's first calls."""
+    return sum(call <= calls for call, _ in ranks.launches[rank])
+
+
+def reads(found: Execution, rank: int) -> list[Event]:
+    """Of data that is followed, by call."""
+    return [e for e in found.reads if isinstance(e.at, Data) and e.thread.gpu == rank]
+
+
+def writes(found: Execution, rank: int) -> list[Event]:
+    return [e for e in found.events if isinstance(e.at, Data) and e.thread.gpu == rank and e.written is not None]
+
+
+def stale(ranks: Ranks, direction: str, reader: int = 1, **variant) -> tuple[list[str], list[str]]:
+    """Executions of one call in which the reader gets what rank 0 wrote, and those in which it gets what was there."""
+    data = followed(ranks, 0, reader, direction)
+    good, bad = [], []
+    for found in executions(ranks, dict.fromkeys(range(len(ranks.launches)), Behaviour()), data, **variant):
+        ((read,), (write,)) = reads(found, reader), writes(found, 0)
+        good.append(found.find(found.reads_from(read, write)))
+        bad.append(found.find(found.reads_from(read, None)))
+    return [text for text in good if text], [text for text in bad if text]
+
+
+@BOTH
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=long)])
+def test_data_is_there_when_its_signal_is_seen(direction: str, size: int) -> None:
+    good, bad = stale(Ranks.exchanging(size, 1, direction), direction, reader=size - 1)
+    assert good and not bad, bad
+
+
+@BOTH
+@pytest.mark.parametrize("variant", [n if "relaxed" in n else pytest.param(n, marks=long) for n in VARIANTS])
+def test_wrong_orders_and_scopes_are_found(variant: str, direction: str) -> None:
+    changed = []
+
+    def change(text: str) -> str:
+        changed.append(text.count(VARIANTS[variant][0]))
+        return text.replace(*VARIANTS[variant])
+
+    _, bad = stale(Ranks.exchanging(2, 1, direction), direction, change=change)
+    assert any(changed) and bad
+    print(bad[0])
+    assert "reads 0 from the initial value" in bad[0]
+
+
+@long
+def test_kernels_that_do_not_wait_for_those_before_are_found() -> None:
+    _, bad = stale(Ranks.exchanging(2, 1, "push"), "push", streams=False)
+    assert bad
+
+
+@BOTH
+def test_memory_is_not_written_again_before_it_is_read(direction: str) -> None:
+    ranks = Ranks.exchanging(2, 2, direction)
+    data = followed(ranks, 0, 1, direction)
+    good, bad = reused(ranks, data, Behaviour(last_write(ranks, 0, data)))
+    assert good and not bad, bad
+
+
+def reused(ranks: Ranks, data: int, writer: Behaviour) -> tuple[list[str], list[str]]:
+    """Executions in which rank 1 reads in its first call what rank 0 writes in its first, and in its second."""
+    good, bad = [], []
+    for found in executions(ranks, {0: writer, 1: Behaviour(calls_of(ranks, 1, 1))}, data):
+        (read, *_), (first, second) = reads(found, 1), writes(found, 0)
+        good.append(found.find(found.reads_from(read, first)))
+        bad.append(found.find(found.reads_from(read, second)))
+    return [text for text in good if text], [text for text in bad if text]
+
+
+@long
+@pytest.mark.parametrize("calls", [1, 2])
+def test_equal_requests_agree(calls: int) -> None:
+    """The fingerprints of two calls are in different words, and a word is not reused before it is compared."""
+    ranks = Ranks.exchanging(2, calls, "push")
+    last = len(ranks.launches[1])
+    for number in range(calls_of(ranks, 1, calls - 1) + 1, last + 1):
+        reader = Behaviour(number, failing={number})
+        outcomes = []
+        for found in executions(ranks, {0: Behaviour(calls_of(ranks, 0, calls - 1) + 3), 1: reader}):
+            outcomes += [found.find(*codes(found, 1, DISAGREES))]
+        assert outcomes and not any(outcomes), outcomes
+
+
+def codes(found: Execution, rank: int, kind: int) -> list:
+    """That a rank notes a failure of this kind."""
+    noted = [e.written for e in found.events if fails(e) and "error" in str(e.at) and e.thread.gpu == rank]
+    return [z3.Or([z3.LShR(term, 60) == kind for term in noted if z3.is_expr(term)])]
+
+
+@long
+def test_a_peer_that_failed_before_is_noticed() -> None:
+    ranks = Ranks.exchanging(2, 1, "push")
+    ranks.kept[0].failure.fail()
+    told, noticed = Behaviour(failed=True), False
+    assert not any(found.find() for found in executions(ranks, {0: told, 1: Behaviour()}))
+    for number in range(1, len(ranks.launches[1]) + 1):
+        for found in executions(ranks, {0: told, 1: Behaviour(number, failing={number})}):
+            noticed = noticed or bool(found.find(*codes(found, 1, FAILED)))
+    assert noticed
+
+
+@long
+def test_later_kernels_of_a_rank_know_that_it_failed() -> None:
+    ranks = Ranks.exchanging(2, 1, "push")
+    late = 0
+    for number in range(1, len(ranks.launches[0])):
+        behaviour = Behaviour(failing={number}, expired=True)
+        for found in executions(ranks, {0: behaviour, 1: Behaviour(0)}):
+            failed = [e.written != 0 for e in found.events if fails(e) and "error" in str(e.at)]
+            late += len(failed)
+            assert not failed or not found.find(z3.Or(failed))
+    assert late
+
+
+@long
+@pytest.mark.xfail(
+    strict=False,
+    reason="data is stored whether or not the wait for its readers failed, and the peers' loads of it are in a race",
+)
+def test_peers_of_a_rank_that_stopped_waiting_do_not_take_its_next_data() -> None:
+    ranks = Ranks.exchanging(2, 2, "push")
+    data = followed(ranks, 0, 1, "push")
+    second = range(calls_of(ranks, 0, 1) + 1, len(ranks.launches[0]) + 1)
+    _, bad = reused(ranks, data, Behaviour(last_write(ranks, 0, data), failing=second, expired=True))
+    print(*bad[:1])
+    assert not bad
+
+
+# Blocks of several threads and programs, of which one signals for all.
+
+
+@triton.jit
+def store_and_signal(data, slot, done, PTX: tl.constexpr):
+    """The last program to have stored its data signals."""
+    i = tl.program_id(0) * 256 + tl.arange(0, 256)
+    tl.store(data + i, i)
+    tl.debug_barrier()
+    if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        store_word(slot, tl.full((), 1, tl.int64), RELEASE=True, PTX=PTX)
+
+
+@triton.jit
+def wait_and_load(data, slot, out):
+    while tl.atomic_add(slot, 0, sem="acquire", scope="sys") != 1:
+        pass
+    tl.debug_barrier()
+    i = tl.arange(0, 256)
+    tl.store(out + i, tl.load(data + i))
+
+
+ONE_SIGNAL = {
+    "as it is": ((), False, (1, 2)),
+    "no barrier of the block": ((r"bar\.sync\s+0;", ""), True, (1, 2)),
+    "relaxed count of programs": ((r"atom\.global\.gpu\.acq_rel", "atom.global.gpu.relaxed"), True, (2,)),
+    "count of programs in a block": ((r"atom\.global\.gpu\.acq_rel", "atom.global.cta.acq_rel"), True, (2,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "programs"),
+    [pytest.param(v, n, marks=long if n > 1 else ()) for v, (*_, sizes) in ONE_SIGNAL.items() for n in sizes],
+)
+def test_one_thread_signals_for_all(variant: str, programs: int) -> None:
+    replaced, wrong, _ = ONE_SIGNAL[variant]
+    data, out = torch.zeros(256 * programs, dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
+    slot, done = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    with recorded() as launches:
+        store_and_signal[(programs, 1, 1)](data, slot, done, PTX=True, num_warps=4)
+        wait_and_load[(1, 1, 1)](data, slot, out, num_warps=4)
+    window = {0: data.view(torch.uint8)}
+    ranks = Ranks([[(1, launches[0])], [(1, launches[1])]], [window], shared={slot.data_ptr(): 8, done.data_ptr(): 4})
+
+    def change(text: str) -> str:
+        return re.sub(*replaced, text) if replaced else text
+
+    of_first = data.data_ptr() + 4 * 192  # of the first program, by the first thread of its last warp
+    bad, good = [], []
+    for found in executions(ranks, {0: Behaviour(), 1: Behaviour()}, of_first, change):
+        (read,), (write,) = reads(found, 1), writes(found, 0)
+        bad.append(found.find(found.reads_from(read, None)))
+        good.append(found.find(found.reads_from(read, write)))
+    print(*filter(None, bad))
+    assert any(good) and any(bad) == wrong
