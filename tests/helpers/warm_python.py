@@ -3,8 +3,8 @@
 There is one such server for each value of TRITON_INTERPRET, which is read when kernels are decorated. The first process
 of the test session that needs it starts it; it forks a server for each process of tests that connects, and ends after
 the last of these. Servers have one thread and run nothing themselves, so that their forks are fresh interpreters with
-torch, shardweave and pytest imported. Commands that need a new process from the start (those that are killed, or that read an environment
-variable while torch is imported) are started by `subprocess`.
+torch, shardweave and pytest imported. Commands that need a new process from the start (those that are killed, or that
+read an environment variable while torch is imported) are started by `subprocess`.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def _become(request: int, out: int, err: int) -> NoReturn:
 
 
 def _fork_server(spawn: Any, path: bytes, arguments: Sequence[str | bytes], fds: Sequence[int]) -> int:
-    """`multiprocessing.util.spawnv_passfds`, but the server that forks ranks is forked as well: it need not import torch
-    again. It is started by the only thread."""
+    """`multiprocessing.util.spawnv_passfds`, but the server that forks ranks is forked as well, where there is only one
+    thread: it need not import torch again."""
     *_, kind, code = map(os.fsdecode, arguments)
     if kind != "-c" or not code.startswith("from multiprocessing.forkserver ") or threading.active_count() > 1:
         return spawn(path, arguments, fds)
