@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
 from interpreter import patch_triton_once
+from warm_python import name_session
 
 # Before torch is imported, here or in a process that a test starts. Processes of tests share the cores: the threads of
 # one spin while those of another run.
@@ -19,6 +21,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # Few of its programs are compiled in one environment: headers compiled once cost more than they save.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 patch_triton_once()
+name_session()  # before xdist starts its workers, which share servers
+gc.disable()  # until modules are imported and tests are collected
 _RANKS = ("moe", "transports", "executor", "dtensor", "tracing", "cli", "docs", "bench", "runtime")
 _ORDER = {folder: place for place, folder in enumerate((*_RANKS, "kernels", "planner"))}
 _LONG_MOE_AND_TRANSPORTS = "compile windows zero_rows symmetric hierarchical agreement"
@@ -33,7 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path.stem not in _LONG, _ORDER.get(item.path.parent.name, len(_ORDER))))
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
+    gc.freeze()  # garbage collections during tests skip what has been imported
     from rank_preload import name_modules
 
     folders = {Path(__file__).parent / folder for folder in ("kernels", "runtime")}

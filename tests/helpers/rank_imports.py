@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 
+gc.disable()
 for _name in (
     "torch.distributed.tensor",
     "shardweave",
@@ -22,5 +23,6 @@ if _before := os.environ.pop("SHARDWEAVE_TEST_PYTHONPATH"):
 else:
     del os.environ["PYTHONPATH"]
 # Garbage collections in ranks skip these objects.
+gc.enable()
 gc.collect()
 gc.freeze()

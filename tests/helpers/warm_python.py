@@ -1,9 +1,10 @@
 """Runs `python …` for tests without the seconds of importing torch, by forking a process that has imported it.
 
-A test process starts one such server for each value of TRITON_INTERPRET, which is read when kernels are decorated.
-The server has one thread and runs nothing itself, so that its forks are fresh interpreters with torch, shardweave and
-pytest imported. Commands that need a new process from the start (those that are killed, or that read an environment
-variable while torch is imported) are started by `subprocess`.
+There is one such server for each value of TRITON_INTERPRET, which is read when kernels are decorated. The first process
+of the test session that needs it starts it; it forks a server for each process of tests that connects, and ends after
+the last of these. Servers have one thread and run nothing themselves, so that their forks are fresh interpreters with
+torch, shardweave and pytest imported. Commands that need a new process from the start (those that are killed, or that
+read an environment variable while torch is imported) are started by `subprocess`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib
 import os
 import pickle
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -22,13 +24,22 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any, NoReturn
 
 _PRELOADED = ("torch.distributed.tensor", "shardweave", "pytest")
+_SESSION = "SHARDWEAVE_TEST_SESSION"
+
+
+def name_session() -> None:
+    """Let the processes of tests that this process starts share servers with it."""
+    os.environ.setdefault(_SESSION, secrets.token_hex(8))
 
 
 def run_python(
@@ -71,23 +82,75 @@ def run_python(
 
 @functools.cache
 def _server(interpreted: bool) -> socket.socket:
+    name_session()
+    # An abstract address: there is no file, and it is free again when the server has ended.
+    address = f"\0shardweave-tests-{os.environ[_SESSION]}-{interpreted:d}"
+    deadline = time.monotonic() + 60
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, suppress(OSError):
+            listener.bind(address)  # fails if another process has started the server
+            listener.listen(64)  # connections wait there until the server has imported torch
+            _start(listener, interpreted)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(address)
+            if connection.recv(1):
+                return connection  # its server ends when this process closes its end
+        except OSError:
+            pass  # the server ended, or its starter is not listening yet
+        connection.close()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no server of warm interpreters at {address!r} within 60 s")
+        time.sleep(0.05)
+
+
+def _start(listener: socket.socket, interpreted: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())],
-        pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        [sys.executable, __file__, str(listener.fileno())],
+        pass_fds=[listener.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    theirs.close()  # the server ends when this process closes its end
-    return ours
+
+
+def _accept(listener: socket.socket) -> None:
+    """Fork a server for each connection, until the last of them has ended."""
+    gc.disable()
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # garbage collections in forked processes skip these objects
+    servers: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd in servers:  # it has ended
+                poll.unregister(fd)
+                os.close(fd)
+                os.waitpid(servers.pop(fd), 0)
+                continue
+            connection, _ = listener.accept()
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                for other in servers:
+                    os.close(other)
+                with suppress(ConnectionError):  # the process of tests may end at any time
+                    connection.send(b".")
+                    _serve(connection)
+                os._exit(0)
+            connection.close()
+            ended = os.pidfd_open(pid)
+            servers[ended] = pid
+            poll.register(ended, select.POLLIN)
+        if not servers:
+            return
 
 
 def _serve(connection: socket.socket) -> None:
-    for module in _PRELOADED:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # garbage collections in forked processes skip these objects
     while True:
         request, fds, *_ = socket.recv_fds(connection, 1, 3)
         if not request:
@@ -119,6 +182,7 @@ def _become(request: int, out: int, err: int) -> NoReturn:
         sys.path[0:1] = ["" if arguments[0] == "-c" else cwd, *(path for path in given if path not in sys.path)]
         kind, what, *rest = arguments
         sys.argv, sys.orig_argv = [kind, *rest], [sys.executable, *arguments]
+        util.spawnv_passfds = functools.partial(_fork_server, util.spawnv_passfds)
         if kind == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
@@ -142,8 +206,34 @@ def _become(request: int, out: int, err: int) -> NoReturn:
             os._exit((status or 0) & 0xFF)
 
 
+def _fork_server(spawn: Any, path: bytes, arguments: Sequence[str | bytes], fds: Sequence[int]) -> int:
+    """`multiprocessing.util.spawnv_passfds`, but the server that forks ranks is forked as well, where there is only one
+    thread: it need not import torch again."""
+    *_, kind, code = map(os.fsdecode, arguments)
+    if kind != "-c" or not code.startswith("from multiprocessing.forkserver ") or threading.active_count() > 1:
+        return spawn(path, arguments, fds)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            # As in a new process: the server ends when the writers of a pipe have closed it, and is one of them now.
+            for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *fds}:
+                with suppress(OSError):  # that of the list itself
+                    os.close(fd)
+            forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # it was held at the fork
+            exec(code, {"__name__": "__main__"})
+        except SystemExit:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return pid
+
+
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":
         importlib.import_module("hint_checks").check_hints_once()  # in all that is forked
     sys.path[0] = str(Path.cwd())
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _accept(socket.socket(fileno=int(sys.argv[1])))

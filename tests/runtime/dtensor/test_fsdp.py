@@ -451,10 +451,10 @@ def however_tensors_lie(rank: int, transport: str) -> None:
 @pytest.mark.parametrize(
     ("transport", "size"),
     [
-        ("shared_memory", 2),
+        pytest.param("shared_memory", 2, marks=pytest.mark.long),
         ("shared_memory", 5),
         ("process_group", 3),
-        ("hierarchical", 4),
+        pytest.param("hierarchical", 4, marks=pytest.mark.long),
         ("hierarchical", 5),
         ("symmetric_memory", 3),
     ],

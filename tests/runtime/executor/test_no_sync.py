@@ -317,18 +317,16 @@ def under_the_guard(rank: int, transport: str, name: str) -> dict[str, int]:
 
 
 REAL_TRANSPORTS = [
-    ("shared_memory", "shared_memory", 4),
-    ("process_group", "process_group", 4),
-    ("symmetric_memory", "symmetric_memory", 4),
-    ("hierarchical", "hierarchical", 2),
-    ("symmetric_memory", "hierarchical symmetric_memory", 2),
+    pytest.param("shared_memory", "shared_memory", 4, id="shared_memory"),
+    pytest.param("process_group", "process_group", 4, id="process_group"),
+    pytest.param("symmetric_memory", "symmetric_memory", 4, id="symmetric_memory"),
+    pytest.param("hierarchical", "hierarchical", 2, marks=pytest.mark.long, id="hierarchical"),
+    pytest.param("symmetric_memory", "hierarchical symmetric_memory", 2, id="hierarchical symmetric_memory"),
 ]
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    ("transport", "name", "node_size"), REAL_TRANSPORTS, ids=[name for _, name, _ in REAL_TRANSPORTS]
-)
+@pytest.mark.parametrize(("transport", "name", "node_size"), REAL_TRANSPORTS)
 def test_real_ranks_do_not_sync(transport: str, name: str, node_size: int) -> None:
     environment = {} if node_size == 4 else {"SHARDWEAVE_NODE_SIZE": str(node_size)}
     for seen in run_ranks(under_the_guard, 4, transport, name, environment=environment):

@@ -72,7 +72,8 @@ def same(got, want) -> bool:
     [
         pytest.param(True, True, {}, "aot_eager", marks=pytest.mark.long),  # test_processes_compiled has its settings
         pytest.param(False, True, {}, "aot_eager", marks=pytest.mark.long),
-        (False, True, {"chunk_capacity": 3, "overflow": "drop"}, "aot_eager"),
+        # test_operators_pass_opcheck has chunks.
+        pytest.param(False, True, {"chunk_capacity": 3, "overflow": "drop"}, "aot_eager", marks=pytest.mark.long),
         (True, False, {"layout": "batched", "expert_capacity": 6, "overflow": "drop"}, "aot_eager"),
         pytest.param(True, True, {}, "inductor", marks=[needs_a_compiler, pytest.mark.long]),
         pytest.param(

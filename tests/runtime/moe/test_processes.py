@@ -150,7 +150,7 @@ def each_transport(rank: int) -> list[list]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.long), 8])
 def test_processes_equal_virtual_ranks(size):
     torch.set_num_threads(1)
     by_rank, want = run_ranks(each_transport, size), virtual_rounds(size)

@@ -268,10 +268,10 @@ def again_in_backward(rank: int, how: str) -> list[bytes]:
     return collected
 
 
-def test_compiled_and_checkpointed_equal_eager() -> None:
-    want = run_ranks(again_in_backward, 3, "eager")
-    for how in ("compiled", "checkpointed"):
-        assert run_ranks(again_in_backward, 3, how) == want
+# test_zero_rows compiles layers with windows in the gate.
+@pytest.mark.parametrize("how", ["checkpointed", pytest.param("compiled", marks=pytest.mark.long)])
+def test_compiled_and_checkpointed_equal_eager(how: str) -> None:
+    assert run_ranks(again_in_backward, 3, how) == run_ranks(again_in_backward, 3, "eager")
 
 
 def dispatches_late(rank: int, disagrees: bool) -> None:

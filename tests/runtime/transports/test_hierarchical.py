@@ -161,7 +161,7 @@ def digests(rank: int, ranks: int, transport: str, first: int, count: int) -> li
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("ranks", "count"), [(4, 24), (3, 16), (5, 12)])
+@pytest.mark.parametrize(("ranks", "count"), [(4, 24), pytest.param(3, 16, marks=pytest.mark.long), (5, 12)])
 def test_random_redistributions_give_the_bits_of_shared_memory(ranks: int, count: int) -> None:
     mixed = run_ranks(digests, ranks, ranks, "hierarchical", 100 * ranks, count, environment=PRETENDED)
     assert mixed == run_ranks(digests, ranks, ranks, "shared_memory", 100 * ranks, count)
@@ -277,6 +277,7 @@ def test_batch_exchanges_inside_and_across_nodes() -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.long  # test_symmetric_hierarchical has the same cases in the gate
 def test_other_meshes_topologies_and_batches() -> None:
     assert min(run_ranks(to_other_meshes, 4, "hierarchical", environment=PRETENDED)) == 100
     assert (
