@@ -231,10 +231,10 @@ def test_plan_max_bytes_caps_peak(source: str, target: str) -> None:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES[1:], ids=lambda t: f"{t.name}, {t.node_size}")
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-@pytest.mark.parametrize("first", [0, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in (5, 10, 15))])
 def test_plan_max_bytes_exact_from_boxes(first: int, case: oracle.Case, topology: Topology) -> None:
     planned = refused = 0
-    for source, target in case.pairs()[first::10]:
+    for source, target in case.pairs()[first::20]:
         request = (case.mesh_shape, case.shape, "int16", source, target)
         free = max(plan(*request, topology=topology).peak_bytes)
         for cap in (free - 1, free * 9 // 10):

@@ -112,11 +112,12 @@ def test_cross_mesh_partial_and_nodes(meshes: str, shape: tuple[int, ...], nodes
             assert again.digest == program.digest
 
 
+@pytest.mark.parametrize("each", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("meshes", list(MESHES))
-def test_rank_program_is_part_of_whole_program(meshes: str) -> None:
+def test_rank_program_is_part_of_whole_program(meshes: str, each: int) -> None:
     a, b = MESHES[meshes]
-    for source in texts(a, (7, 5), True, meshes)[:3]:
-        for target in texts(b, (7, 5), True, meshes + "to")[:3]:
+    for source in texts(a, (7, 5), True, meshes)[:each]:
+        for target in texts(b, (7, 5), True, meshes + "to")[:each]:
             for topology in NODES.values():
                 request = {"target_mesh": b, "topology": topology}
                 whole = shardweave.plan(a, (7, 5), "float32", source, target, **request)
