@@ -240,12 +240,12 @@ def test_operator_of_destroyed_dispatcher_raises():
         ops._dispatch_op(state, [], handle, xs, ids, weights)
 
 
-def as_one_rank(rank: int, backend: str | None, compiling: int) -> list:
-    """Two layers of one dispatcher with different T, compiled on the first ranks; returns results and gradients."""
+def as_one_rank(rank: int, backend: str | None, compiling: int, layers: int) -> list:
+    """Layers of one dispatcher, T differs by rank, compiled on the first ranks; returns results and gradients."""
     d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, align=4)
 
     def layer(x, weights, ids):
-        for _ in range(2):
+        for _ in range(layers):
             routed = d.dispatch(x, ids, weights)
             x = d.combine(routed.x.clamp(min=-0.5) * 2, routed, add=x)
         return x
@@ -260,10 +260,10 @@ def as_one_rank(rank: int, backend: str | None, compiling: int) -> list:
 
 # Ranks of an SPMD program compile it alike: in the gate one of them, beside one that does not.
 @pytest.mark.multi
-@pytest.mark.parametrize("compiling", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("compiling", "layers"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_processes_compiled(backend, compiling):
-    assert run_ranks(as_one_rank, 2, backend, compiling) == run_ranks(as_one_rank, 2, None, 0)
+def test_processes_compiled(backend, compiling, layers):
+    assert run_ranks(as_one_rank, 2, backend, compiling, layers) == run_ranks(as_one_rank, 2, None, 0, layers)
 
 
 @pytest.mark.gpu
