@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
-from shardweave.bench.harness.hosts import Hosts, RankEnd, report, values_of
+from shardweave.bench.harness.host_processes import RankEnd, report
+from shardweave.bench.harness.hosts import Hosts, values_of
 from shardweave.bench.harness.namespaces import SWITCH
 
 pytestmark = pytest.mark.multi
