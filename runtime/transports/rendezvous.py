@@ -240,7 +240,7 @@ class Rendezvous:
 
     def _write_session(self, key: str, text: str, deadline: float) -> None:
         try:
-            self._bounded_store.run(lambda store: store.set(key, text), deadline - time.monotonic())
+            self._bounded_store.run(lambda store: store.set(key, text), self._until(deadline))
         except dist.DistError as error:
             raise PeerError(
                 f"the store is gone (its rank died?); rank {self.rank} was in {self.call}: {error}"
@@ -266,7 +266,7 @@ class Rendezvous:
         with self.waiting() as wait:
             while True:
                 try:
-                    text = self._bounded_store.run(partial(_read, key), deadline - time.monotonic())
+                    text = self._bounded_store.run(partial(_read, key), self._until(deadline))
                     if text is not None:
                         return text
                 except dist.DistError as error:
@@ -454,6 +454,10 @@ class Rendezvous:
         """
         key = self._key(kind, self.rank)
         self._bounded_store.run(lambda store: store.set(key, text), within or self._longest_answer)
+
+    def _until(self, deadline: float) -> float:
+        """The seconds that the store may take: those left, and enough for an answer if none are left."""
+        return max(deadline - time.monotonic(), self._longest_answer)
 
     @property
     def _longest_answer(self) -> float:

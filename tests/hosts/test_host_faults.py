@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rank_preload import rank_context
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
-from shardweave.bench.harness.hosts import Hosts, RankEnd, report
+from shardweave.bench.harness.host_processes import RankEnd, report
+from shardweave.bench.harness.hosts import Hosts, values_of
+from shardweave.bench.harness.namespaces import SWITCH
 
 pytestmark = pytest.mark.multi
 
@@ -31,9 +39,9 @@ def calls(rank: int, seconds: float, every: float = 0.0, kind: str = "redistribu
     """Calls until the time is over, of which each result is right. All ranks make as many."""
     x, whole = sharded(rank)
     mesh = x.device_mesh
-    dispatcher = shardweave.TokenDispatcher(num_experts=8, top_k=2, hidden=64, max_tokens=ROWS)
+    dispatcher = shardweave.TokenDispatcher(num_experts=8, top_k=2, hidden=64, max_tokens=ROWS, dtype=torch.float32)
     ids = torch.arange(2 * len(x.to_local())).view(-1, 2) % 8
-    done, start, go_on = 0, time.monotonic(), True
+    done, start, go_on, told = 0, time.monotonic(), True, False
     while go_on:
         if kind == "redistribute":
             y = shardweave.redistribute(x, [Replicate(), Replicate()]).to_local()
@@ -48,6 +56,9 @@ def calls(rank: int, seconds: float, every: float = 0.0, kind: str = "redistribu
         done += 1
         if done == 3:
             report("running")
+        if time.monotonic() - start > seconds - 2.0 and not told:
+            report("disturbed")
+            told = True
         time.sleep(every)
     return done
 
@@ -100,3 +111,173 @@ def check_named(ends: list[RankEnd], left: list[int], gone: list[int], seconds: 
     errors = {rank: ends[rank] for rank in left}
     assert {end.error for end in errors.values()} <= {"PeerError", "MeetingTimeoutError"}, errors
     assert any(f"rank {rank}" in end.message.splitlines()[0] for end in errors.values() for rank in gone), errors
+
+
+def first_call(rank: int) -> None:
+    """The first call of all, after the link has gone."""
+    x, _ = sharded(rank)
+    report("running")
+    time.sleep(2.0)
+    shardweave.redistribute(x, [Replicate(), Replicate()])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("host", [0, 1])
+def test_host_that_vanishes_before_ranks_meet_is_named(host: int, start_hosts: Callable[..., Hosts]) -> None:
+    with start_hosts(TWO) as hosts:
+        hosts.start(first_call, environment={"SHARDWEAVE_TIMEOUT": str(TIMEOUT)})
+        hosts.wait_for("running")
+        began = time.monotonic()
+        hosts.set_link(host, False)
+        ends = hosts.ends(TIMEOUT + 60)
+        seconds = time.monotonic() - began - 2.0
+    check_named(ends, TWO[0], TWO[1], seconds)
+    check_named(ends, TWO[1], TWO[0], seconds)
+
+
+def disturbed(
+    start_hosts: Callable[..., Hosts], disturb: Callable[[Hosts], None], seconds: float, kind: str
+) -> list[int]:
+    """The calls of each rank, all with the right result, while the hosts are disturbed."""
+    with start_hosts(TWO) as hosts:
+        hosts.start(calls, seconds, 0.0, kind, environment={"SHARDWEAVE_TIMEOUT": "60"})
+        hosts.wait_for("running")
+        disturb(hosts)
+        return values_of(hosts.ends(120))
+
+
+def stall(hosts: Hosts) -> None:
+    for _ in range(2):
+        hosts.set_link(1, False)
+        time.sleep(1.5)
+        hosts.set_link(1, True)
+        time.sleep(1.0)
+
+
+def drop_packets(hosts: Hosts) -> None:
+    """A queue of a few packets, as a switch that is overloaded has."""
+    hosts.shape(1, 0.2, queue_bytes=8_000)
+    hosts.wait_for("disturbed")
+    assert hosts.dropped(1) > 20, "the link was to drop packets"
+
+
+def slow_down(hosts: Hosts) -> None:
+    for _ in range(12):
+        hosts.signal(1, signal.SIGSTOP)
+        time.sleep(0.3)
+        hosts.signal(1, signal.SIGCONT)
+        time.sleep(0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["redistribute", "dispatch"])
+@pytest.mark.parametrize("disturb", [stall, drop_packets, slow_down], ids=lambda function: function.__name__)
+def test_calls_survive(disturb: Callable[[Hosts], None], kind: str, start_hosts: Callable[..., Hosts]) -> None:
+    (number,) = set(disturbed(start_hosts, disturb, 8.0, kind))
+    assert number > 3
+
+
+@pytest.mark.long
+def test_stopped_host_is_named(start_hosts: Callable[..., Hosts]) -> None:
+    """Its connections stay open; when it goes on, its ranks raise as well."""
+    hosts, ends, seconds = fault(start_hosts, lambda hosts: stop_for(hosts, TIMEOUT + 4.0))
+    with hosts:
+        check_named(ends, TWO[0], TWO[1], seconds)
+        assert all(ends[rank].error in ("PeerError", "MeetingTimeoutError") for rank in TWO[1]), ends[2:]
+        assert len(set(hosts.run(calls, 0.5))) == 1
+
+
+def stop_for(hosts: Hosts, seconds: float) -> None:
+    hosts.signal(1, signal.SIGSTOP)
+    time.sleep(seconds)
+    hosts.signal(1, signal.SIGCONT)
+
+
+def hour_ahead(rank: int, kind: str) -> int:
+    """Calls and a trace on ranks of which those of one host read a clock that is an hour ahead."""
+    if rank in TWO[1]:
+        read, read_ns = time.time, time.time_ns
+        time.time, time.time_ns = lambda: read() + 3600.0, lambda: read_ns() + 3600 * 10**9
+    with shardweave.record(f"/tmp/trace-{rank}.json"):
+        return calls(rank, 1.0, 0.0, kind)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["redistribute", "dispatch"])
+def test_clocks_an_hour_apart(kind: str, start_hosts: Callable[..., Hosts]) -> None:
+    with start_hosts(TWO) as hosts:
+        assert len(set(hosts.run(hour_ahead, kind))) == 1
+
+
+def namespaces(rank: int) -> list[str]:
+    report("running")
+    return [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "mnt")]
+
+
+def alive_in(found: set[str]) -> list[str]:
+    """Processes of this machine in one of these namespaces. A namespace ends with its last process."""
+    alive = []
+    for link in Path("/proc").glob("[0-9]*/ns/*"):
+        with suppress(OSError):
+            if os.readlink(link) in found:
+                alive.append(str(link))
+    return alive
+
+
+def wait_until_gone(found: set[str]) -> None:
+    deadline = time.monotonic() + 20
+    while alive := alive_in(found):
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def die_with_hosts(ranks: list[list[int]], to_test: Any) -> None:
+    with Hosts(ranks) as hosts:
+        to_test.send(hosts.run(namespaces))
+        hosts.start(calls, 300.0)
+        hosts.wait_for("running")
+        to_test.send("running")
+        time.sleep(300)
+
+
+def test_nothing_is_left_of_hosts(start_hosts: Callable[..., Hosts]) -> None:
+    with start_hosts([[0], [1]]) as hosts:
+        found = {name for of_rank in hosts.run(namespaces) for name in of_rank}
+        assert len(found) == 6 and alive_in(found)
+        assert not found & {os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "mnt")}
+        interfaces = [path.name for path in Path("/sys/class/net").iterdir()]
+        assert "host0" not in interfaces and SWITCH not in interfaces
+    wait_until_gone(found)
+
+
+@pytest.mark.long
+def test_hosts_end_with_the_process_that_started_them(start_hosts: Callable[..., Hosts]) -> None:
+    context = rank_context()
+    mine, theirs = context.Pipe()
+    process = context.Process(target=die_with_hosts, args=(TWO, theirs))
+    process.start()
+    assert mine.poll(60)
+    found = {name for of_rank in mine.recv() for name in of_rank}
+    assert mine.poll(60) and mine.recv() == "running" and alive_in(found)
+    process.kill()
+    process.join()
+    wait_until_gone(found)
+
+
+def in_shared_memory(host: int) -> list[str]:
+    return os.listdir("/dev/shm")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["anonymous", "named"])
+def test_killed_ranks_leave_no_shared_memory(kind: str, start_hosts: Callable[..., Hosts]) -> None:
+    environment = {"SHARDWEAVE_SEGMENTS": kind, "SHARDWEAVE_TIMEOUT": str(TIMEOUT)}
+    with start_hosts(TWO) as hosts:
+        hosts.start(calls, 300.0, environment=environment)
+        hosts.wait_for("running")
+        hosts.signal(1, signal.SIGKILL)
+        ends = hosts.ends(TIMEOUT + 60)
+        assert [end.error for end in ends[:2]] == ["PeerError"] * 2 and [end.exit_code for end in ends[2:]] == [-9] * 2
+        # What was killed cannot clean up: the next ranks of the host do.
+        assert len(set(hosts.run(calls, 0.2, environment=environment))) == 1
+        assert hosts.run_on_hosts(in_shared_memory) == [[], []]

@@ -1,0 +1,66 @@
+"""A store that does not answer: every operation ends in time, and the store is used again when it answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardweave.runtime.transports.bounded_store import BoundedStore
+
+pytestmark = pytest.mark.plan
+
+
+class Silent:
+    """A store that answers only while `open` is set."""
+
+    def __init__(self) -> None:
+        self.open, self.done = threading.Event(), [0]
+
+    def set(self, number: int) -> int:
+        assert self.open.wait(30)
+        self.done.append(number)
+        return number
+
+
+def test_late_operation_raises_and_is_completed_later() -> None:
+    store: Any = Silent()
+    bounded = BoundedStore(store)
+    with pytest.raises(dist.DistStoreError, match=r"did not answer within 0\.05 s"):
+        bounded.run(lambda s: s.set(1), 0.05)
+    start = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match="not answered an earlier request"):
+        bounded.run(lambda s: s.set(2), 20.0)
+    assert time.monotonic() - start < 10 and store.done == [0]  # it has not waited
+    store.open.set()
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            assert bounded.run(lambda s: s.set(3), 20.0) == 3
+            break
+        except dist.DistStoreError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert store.done == [0, 1, 3]  # the second never began
+
+
+def test_errors_of_the_store_are_passed_on() -> None:
+    bounded = BoundedStore(dist.HashStore())
+    bounded.run(lambda store: store.set("key", "value"), 10.0)
+    assert bounded.run(lambda store: store.get("key"), 10.0) == b"value"
+    with pytest.raises(ZeroDivisionError):
+        bounded.run(lambda store: 1 // 0, 10.0)
+
+
+def test_thread_ends_with_the_store() -> None:
+    bounded = BoundedStore(dist.HashStore())
+    bounded.run(lambda store: None, 10.0)
+    thread, alive = bounded._thread, weakref.ref(bounded)
+    assert thread is not None and thread.is_alive()
+    del bounded
+    thread.join(20)
+    assert alive() is None and not thread.is_alive()
