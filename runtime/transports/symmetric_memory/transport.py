@@ -59,7 +59,7 @@ class SymmetricMemoryTransport:
         self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
         self.rendezvous = rendezvous
         self.windows = WindowPolicy()
-        self._of_group: dict[tuple[int, ...], list[Window]] = {}
+        self._of_group: dict[tuple[tuple[int, ...], int], list[Window]] = {}
         self._all: list[Window] = []
         self._pools: dict[tuple[int, ...], list[BufferPool]] = {}
         self.failure = Failure(provider.device)
@@ -77,22 +77,23 @@ class SymmetricMemoryTransport:
     def node_of(self, rank: int) -> int:
         return 0  # all ranks reach each other
 
-    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
-        """The smallest window of at least `nbytes` of a group, given by its ascending ranks. Collective if it has to be
-        allocated.
+    def window(self, ranks: tuple[int, ...], nbytes: int, halves: int = 1) -> Window:
+        """The smallest window with `halves` of at least `nbytes` of a group, given by its ascending ranks. Collective
+        if it has to be allocated.
 
         Raises:
             DisagreementError: the ranks of the group allocate different windows.
             MeetingTimeoutError: a rank of the group did not arrive.
             UnsupportedError: it has to be allocated, while a CUDA graph is captured.
         """
-        windows = self._of_group.setdefault(ranks, [])
+        windows = self._of_group.setdefault((ranks, halves), [])
         for window in windows:  # the smallest first
             if window.nbytes >= nbytes:
                 return window
-        memory = self._memory(ranks, pad_bytes(len(ranks)) + window_size(nbytes), f"windows/{len(windows)}")
+        size, key = pad_bytes(len(ranks)) + halves * window_size(nbytes), f"windows/{halves}/{len(windows)}"
+        memory = self._memory(ranks, size, key)
         watch = None if self._watchdog is None else self._watched
-        windows.append(Window(self.rank, memory, len(self._all), self.failure, watch))
+        windows.append(Window(self.rank, memory, len(self._all), self.failure, halves, watch))
         self._all.append(windows[-1])
         return windows[-1]
 
