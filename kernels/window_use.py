@@ -60,6 +60,7 @@ class WindowUse:
         dtype: of outputs to overwrite; None: there are none.
         pulls: whether all sources but the first are windows; otherwise only the second one is.
         watch: for CPU memory, around each wait.
+        programs: the most of a launch; None: `waiting_programs`.
     """
 
     def __init__(
@@ -71,13 +72,14 @@ class WindowUse:
         dtype: torch.dtype | None = None,
         pulls: bool = False,
         watch: Watch | None = None,
+        programs: int | None = None,
     ) -> None:
         self.awaited, self.signalled = (released, arrived) if writes else (arrived, released)
         self.credit = HALVES if writes else 0
         self.writes, self.pulls, self.stride, self.dtype, self._watch = writes, pulls, stride, dtype, watch
         awaited, signalled = self.awaited, self.signalled
         self.device, self.failure = awaited.pad.device, awaited.failure
-        self.programs = waiting_programs(processors_of(self.device))
+        self.programs = programs or waiting_programs(processors_of(self.device))
         self.finished = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._filler, self._word = (0, 8) if dtype is None else poison_word(dtype)
         self.tensors = awaited.table, awaited.pad, signalled.table, self.failure.error, self.finished

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ....errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
 from ....kernels import Code, Failure, Turn, wait_limit
+from ...environment import requested_sms
 from ..backend_limits import WindowPolicy
 from ..buffer_pool import BufferPool
 from ..comm_requests import PendingCall
@@ -58,6 +59,7 @@ class SymmetricMemoryTransport:
         refuse_capture(provider.device, "the transport symmetric_memory")
         self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
         self.rendezvous = rendezvous
+        self._num_sms = requested_sms()
         self.windows = WindowPolicy()
         self._of_group: dict[tuple[tuple[int, ...], int], list[Window]] = {}
         self._all: list[Window] = []
@@ -93,7 +95,7 @@ class SymmetricMemoryTransport:
         size, key = pad_bytes(len(ranks)) + halves * window_size(nbytes), f"windows/{halves}/{len(windows)}"
         memory = self._memory(ranks, size, key)
         watch = None if self._watchdog is None else self._watched
-        windows.append(Window(self.rank, memory, len(self._all), self.failure, halves, watch))
+        windows.append(Window(self.rank, memory, len(self._all), self.failure, halves, watch, self._num_sms))
         self._all.append(windows[-1])
         return windows[-1]
 

@@ -48,6 +48,7 @@ class Window:
         memory: by ascending rank, `pad_bytes` zeros followed by the data, in `halves` of equal size.
         number: the index of the window among those of this rank, for errors.
         watch: for CPU memory, the context of a wait, from a function that returns the late ranks.
+        programs: the most of a launch that writes or reads the window; None: `WindowUse` decides.
 
     Attributes:
         nbytes: of a half.
@@ -63,7 +64,9 @@ class Window:
         failure: Failure,
         halves: int = 1,
         watch: Callable[[Callable[[], Sequence[int]]], AbstractContextManager[object]] | None = None,
+        programs: int | None = None,
     ) -> None:
+        self._programs = programs
         self.rank, self.ranks, self.number, self.failure = rank, tuple(memory), number, failure
         self._memory = memory
         self.peers = tuple(peer for peer in memory if peer != rank)
@@ -100,7 +103,7 @@ class Window:
         return self._reading[dtype, pulls]
 
     def _use(self, writes: bool, dtype: torch.dtype | None = None, pulls: bool = False) -> WindowUse:
-        return WindowUse(self.released, self.arrived, writes, self.nbytes, dtype, pulls, self._watch)
+        return WindowUse(self.released, self.arrived, writes, self.nbytes, dtype, pulls, self._watch, self._programs)
 
     def _ranks_of(self, late: Callable[[], Sequence[int]]) -> tuple[int, ...]:
         return tuple([self.peers[peer] for peer in late()])
