@@ -25,9 +25,10 @@ from .silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tiling import Launch, LaunchConfig
 from .weigh_rows import weigh_rows
 from .window_boxes import run_in_window, window_table
-from .window_use import Turn, Watch, WindowUse
+from .window_use import HALVES, Turn, Watch, WindowUse
 
 __all__ = [
+    "HALVES",
     "MOST_K",
     "MOST_PHYSICAL_EXPERTS",
     "PAYLOADS",

@@ -112,10 +112,11 @@ class BaseAddresses:
         self.count = max(named, default=-1) + 1
         self._tables = AddressTables(device, self._ids, self.count)
 
-    def fix(self, buffers: Sequence[torch.Tensor | None]) -> None:
+    def fix(self, buffers: Sequence[torch.Tensor | None], stride: int = 0) -> None:
         """Set buffers that are equal in every call, so that calls resolve only the others; None: not fixed.
 
-        Buffers of the table on the device are fixed only if all of them are given.
+        Buffers of the table on the device are fixed only if all of them are given. With a stride the table is followed
+        by another one, of addresses that many bytes further.
         """
         for i in [i for i in self._first if i < len(buffers)]:
             if (buffer := buffers[i]) is not None:
@@ -130,6 +131,8 @@ class BaseAddresses:
                 self._check(i, buffer)
                 self._bits |= buffer.data_ptr()
             self._table = self._tables.of(tuple(buffer.data_ptr() for buffer in given))
+            if stride:
+                self._table = torch.cat([self._table, self._table + stride])
             self._ids = []
 
     def resolve(self, buffers: Sequence[torch.Tensor]) -> tuple[list[int], torch.Tensor, int]:

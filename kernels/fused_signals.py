@@ -160,6 +160,16 @@ def wait_for_peers(
 
 
 @triton.jit
+def half_of_use(awaited, signalled, WRITES: tl.constexpr, PEERS: tl.constexpr):
+    """Which half of a window this use is in: the parity of the uses so far, as the channel of releases counts them.
+
+    On the device, so that a graph's replays and other calls may follow each other. A launch that writes waits on that
+    channel; one that reads signals on it.
+    """
+    return tl.load(awaited + PEERS if WRITES else signalled) & 1
+
+
+@triton.jit
 def has_failed(error):
     """Whether this rank has failed: in an earlier launch, or in a program of this one that has finished."""
     return tl.atomic_add(error, 0, sem="relaxed", scope="gpu") != 0

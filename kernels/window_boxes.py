@@ -18,7 +18,7 @@ from .addresses import NO_ADDRESSES
 from .boxes import StridedBoxes
 from .copy_boxes import CopyTable, copy_constants, copy_tile
 from .dtypes import real_dtype
-from .fused_signals import end_use, is_last_program, wait_for_peers
+from .fused_signals import end_use, half_of_use, is_last_program, wait_for_peers
 from .launch import on_device, prepared, uploaded
 from .reduce_boxes import ReduceTable, reduce_tile
 from .tiling import DESCRIPTOR, Launch, LaunchConfig
@@ -26,7 +26,7 @@ from .window_use import Turn, WindowUse
 
 _INTEGERS = [
     "source0", "source1", "source2", "source3", "target0", "fill", "tiles", "host_error", "fingerprint", "limit",
-    "send", "out", "words", "poison",
+    "send", "out", "words", "poison", "stride",
 ]  # fmt: skip
 
 # One tile without rows.
@@ -57,6 +57,7 @@ def copy_window_kernel(
     out: tl.int64,  # address
     words: tl.int64,  # in out
     poison: tl.int64,  # 8 bytes
+    stride: tl.int64,  # from half to half of a window, in bytes
     WORD: tl.constexpr,
     VS: tl.constexpr,
     VD: tl.constexpr,
@@ -75,11 +76,25 @@ def copy_window_kernel(
     WIDTH: tl.constexpr,
     POISON: tl.constexpr,
     POISON_WORD: tl.constexpr,
+    WRITES: tl.constexpr,  # whether the targets are windows, not sources
+    PULLS: tl.constexpr,  # whether all sources but the first are windows, not only the second
+    SOURCE_TABLE: tl.constexpr,  # addresses in a table of one half
+    TARGET_TABLE: tl.constexpr,
 ):
     """`copy_boxes_kernel` between a wait and a signal."""
     failed = wait_for_peers(
         awaited, pad, error, host_error, fingerprint, limit, PEERS, CREDIT, TIMED, PTX, WIDTH
     )  # fmt: skip
+    half = half_of_use(awaited, signalled, WRITES, PEERS)
+    if WRITES:
+        target0 += half * stride
+        target_table += half * TARGET_TABLE
+    else:
+        source1 += half * stride
+        if PULLS:
+            source2 += half * stride
+            source3 += half * stride
+            source_table += half * SOURCE_TABLE
     if not failed:
         for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
             copy_tile(
@@ -135,6 +150,7 @@ def reduce_window_kernel(
     out: tl.int64,
     words: tl.int64,
     poison: tl.int64,
+    stride: tl.int64,
     K: tl.constexpr,
     OP: tl.constexpr,
     FROM: tl.constexpr,
@@ -160,11 +176,25 @@ def reduce_window_kernel(
     WIDTH: tl.constexpr,
     POISON: tl.constexpr,
     POISON_WORD: tl.constexpr,
+    WRITES: tl.constexpr,
+    PULLS: tl.constexpr,
+    SOURCE_TABLE: tl.constexpr,
+    TARGET_TABLE: tl.constexpr,
 ):
     """`reduce_boxes_kernel` between a wait and a signal; arguments as for `copy_window_kernel`."""
     failed = wait_for_peers(
         awaited, pad, error, host_error, fingerprint, limit, PEERS, CREDIT, TIMED, PTX, WIDTH
     )  # fmt: skip
+    half = half_of_use(awaited, signalled, WRITES, PEERS)
+    if WRITES:
+        target0 += half * stride
+        target_table += half * TARGET_TABLE
+    else:
+        source1 += half * stride
+        if PULLS:
+            source2 += half * stride
+            source3 += half * stride
+            source_table += half * SOURCE_TABLE
     if not failed:
         for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
             reduce_tile(
@@ -227,7 +257,7 @@ class WindowLaunch:
         self._before = *scalars, tiles, *use.tensors
         self._after = tuple([constants[name] for name in kernel.arg_names if name in constants])
         table = torch.empty(0, dtype=torch.int64, device=use.device)
-        arguments = self.descriptors, table, table, *NO_ADDRESSES, *self._before, *(0,) * 7, *self._after
+        arguments = self.descriptors, table, table, *NO_ADDRESSES, *self._before, *(0,) * 8, *self._after
         self._start = prepared(kernel, self.grid, use.device, arguments, constants["num_warps"])
 
     def __call__(
@@ -243,6 +273,11 @@ class WindowLaunch:
                     *self._after)  # fmt: skip
 
 
+def _halves(table: CopyTable | ReduceTable) -> dict[str, int]:
+    """The lengths of the tables of addresses, which are given for both halves."""
+    return {"SOURCE_TABLE": table.sources.count, "TARGET_TABLE": table.targets.count}
+
+
 class WindowCopyTable(CopyTable):
     """Prepared copies of boxes to windows or from them. Boxes may be none: a launch then only waits and signals."""
 
@@ -254,7 +289,9 @@ class WindowCopyTable(CopyTable):
     def specialisations(self, source_align: int = 16, target_align: int = 16) -> list[tuple[Launch, dict[str, Any]]]:
         launches = super().specialisations(source_align, target_align)
         launches = launches or [(_NO_BOXES, copy_constants(_NO_BOXES))]
-        return [(launch, {**known, **self.use.constants(launch.num_warps)}) for launch, known in launches]
+        return [
+            (launch, {**known, **self.use.constants(launch.num_warps), **_halves(self)}) for launch, known in launches
+        ]
 
     def prepare(self, launch: Launch, scalars: Sequence[int], constants: Mapping[str, Any], last: bool) -> WindowLaunch:
         return WindowLaunch(copy_window_kernel, launch, self.use, scalars, constants, last)
@@ -279,7 +316,9 @@ class WindowReduceTable(ReduceTable):
 
     def specialisations(self, source_align: int = 16, target_align: int = 16) -> list[tuple[Launch, dict[str, Any]]]:
         launches = super().specialisations(source_align, target_align)
-        return [(launch, {**known, **self.use.constants(launch.num_warps)}) for launch, known in launches]
+        return [
+            (launch, {**known, **self.use.constants(launch.num_warps), **_halves(self)}) for launch, known in launches
+        ]
 
     def prepare(self, launch: Launch, scalars: Sequence[int], constants: Mapping[str, Any], last: bool) -> WindowLaunch:
         return WindowLaunch(reduce_window_kernel, launch, self.use, scalars, constants, last)

@@ -22,6 +22,8 @@ from .launch import interpreted, processors_of
 from .signal import TIMED, mixed, overwrite_cpu
 from .store_word import PTX
 
+HALVES = 2
+"""Of a window; as many uses may be under way."""
 _EAGER, _NAP = 100_000, 1e-4  # nanoseconds of polling before naps; seconds of a nap
 _NOT_WATCHED = nullcontext()
 
@@ -50,24 +52,34 @@ class WindowUse:
     """How launches that write windows, or read them, wait and signal.
 
     Args:
-        awaited: the channel on which all peers have signalled, when a box is touched.
-        signalled: the channel on which peers are signalled after the last box.
-        credit: of the wait.
+        released: the channel on which ranks signal that they have read their windows.
+        arrived: the channel on which ranks signal that they have written windows.
+        writes: whether launches write windows; otherwise they read.
+        stride: bytes from the first half of a window to the second. Uses take turns with the halves, so that a rank
+            writes while its peers still read the half before.
         dtype: of outputs to overwrite; None: there are none.
+        pulls: whether all sources but the first are windows; otherwise only the second one is.
         watch: for CPU memory, around each wait.
+        programs: the most of a launch; None: `waiting_programs`.
     """
 
     def __init__(
         self,
-        awaited: Channel,
-        signalled: Channel,
-        credit: int,
+        released: Channel,
+        arrived: Channel,
+        writes: bool,
+        stride: int,
         dtype: torch.dtype | None = None,
+        pulls: bool = False,
         watch: Watch | None = None,
+        programs: int | None = None,
     ) -> None:
-        self.awaited, self.signalled, self.credit, self.dtype, self._watch = awaited, signalled, credit, dtype, watch
+        self.awaited, self.signalled = (released, arrived) if writes else (arrived, released)
+        self.credit = HALVES if writes else 0
+        self.writes, self.pulls, self.stride, self.dtype, self._watch = writes, pulls, stride, dtype, watch
+        awaited, signalled = self.awaited, self.signalled
         self.device, self.failure = awaited.pad.device, awaited.failure
-        self.programs = waiting_programs(processors_of(self.device))
+        self.programs = programs or waiting_programs(processors_of(self.device))
         self.finished = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._filler, self._word = (0, 8) if dtype is None else poison_word(dtype)
         self.tensors = awaited.table, awaited.pad, signalled.table, self.failure.error, self.finished
@@ -83,11 +95,19 @@ class WindowUse:
         if turn.out is not None:
             out, words = turn.out.data_ptr(), turn.out.numel() * turn.out.itemsize // self._word
         send = int(turn.send and last)
-        return self.host_error, turn.fingerprint, turn.limit, send, out, words, self._filler
+        return self.host_error, turn.fingerprint, turn.limit, send, out, words, self._filler, self.stride
 
     def constants(self, num_warps: int) -> dict[str, Any]:
         """The constants of a kernel that waits and signals."""
-        return use_constants(self.awaited.peers, self.credit, self.dtype is not None, self._word, num_warps)
+        poison = self.dtype is not None
+        return use_constants(self.awaited.peers, self.writes, self.pulls, poison, self._word, num_warps)
+
+    def half(self) -> int:
+        """Which half of the window the boxes of this call are in, as far as the caller has to choose: 0 where kernels
+        do, as `fused_signals.half_of_use`."""
+        if not self.awaited.cpu_path:
+            return 0
+        return (self.awaited.words[1][1][0] if self.writes else self.signalled.words[1][0][0]) & 1
 
     def begin_cpu(self, turn: Turn) -> bool:
         """Wait for the peers. Return whether this rank has not failed."""
@@ -109,7 +129,8 @@ def waiting_programs(processors: int) -> int:
 
 def use_constants(
     peers: int,
-    credit: int,
+    writes: bool,
+    pulls: bool = False,
     poison: bool = False,
     size: int = 8,
     num_warps: int = 4,
@@ -120,12 +141,14 @@ def use_constants(
     threads = 2 if interpreted(give_way) else (32 if ptx else 64) * num_warps
     return {
         "PEERS": peers,
-        "CREDIT": credit,
+        "CREDIT": HALVES if writes else 0,
         "TIMED": timed,
         "PTX": ptx,
         "WIDTH": max(threads, 1 << (peers - 1).bit_length()),
         "POISON": poison,
         "POISON_WORD": WORDS[size],
+        "WRITES": writes,
+        "PULLS": pulls,
     }
 
 

@@ -63,6 +63,21 @@ def pretended_node_size() -> int | None:
     return int(text)
 
 
+def requested_sms() -> int | None:
+    """SHARDWEAVE_NUM_SMS: the most programs of a launch that writes or reads symmetric buffers; None where it is not
+    set.
+
+    Raises:
+        ArgumentError: not a whole number above 0.
+    """
+    text = os.environ.get("SHARDWEAVE_NUM_SMS")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise ArgumentError(f"SHARDWEAVE_NUM_SMS: {text!r}; allowed: a whole number of SMs above 0")
+    return int(text)
+
+
 def requested_segments() -> str | None:
     """SHARDWEAVE_SEGMENTS: the kind of shared memory, "anonymous" or "named"; None where it is not set.
 

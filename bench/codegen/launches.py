@@ -53,7 +53,7 @@ KERNELS = {
 }
 """Every kernel that there is."""
 _NAMES = {kernel: name for name, kernel in KERNELS.items()}
-_ON_BOXES = ("copy_boxes", "reduce_boxes")
+_ON_BOXES = ("copy_boxes", "reduce_boxes", "copy_window", "reduce_window")
 _NOWHERE = torch.device("meta")
 _SPELLED = GPUTarget("cuda", 90, 32)  # the rules for what of an argument a kernel is compiled for are alike on all
 _ADDRESS = 1 << 40  # as large as a device's, and as aligned
@@ -122,7 +122,7 @@ class Specialisation:
     @property
     def words(self) -> tuple[int, int]:
         """Bytes of a word, read and written: of boxes, or an element of a row."""
-        names = ("FROM_WORD", "TO_WORD") if self.kernel == "reduce_boxes" else ("WORD", "WORD")
+        names = ("FROM_WORD", "TO_WORD") if self.kernel.startswith("reduce_") else ("WORD", "WORD")
         source, target = (self.constants[name].primitive_bitwidth // 8 for name in names)
         return source, target
 
@@ -219,10 +219,10 @@ class WindowsNowhere(InProcessTransport):
         super().__init__(node_size is None, "nccl", node_size)
         self.windows = WindowPolicy(direction)  # type: ignore[assignment]
 
-    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
-        size = pad_bytes(len(ranks)) + window_size(nbytes)
+    def window(self, ranks: tuple[int, ...], nbytes: int, halves: int = 1) -> Window:
+        size = pad_bytes(len(ranks)) + halves * window_size(nbytes)
         memory = {rank: torch.empty(size, dtype=torch.uint8, device=_NOWHERE) for rank in ranks}
-        return Window(ranks[0], memory, 0, Failure(_NOWHERE))
+        return Window(ranks[0], memory, 0, Failure(_NOWHERE), halves)
 
 
 TRANSPORTS = (

@@ -202,7 +202,7 @@ class Copies:
     def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
         """Set buffers that are the same in every call; None for those that are not."""
         if self.table is not None:
-            _fix(self.table, sources, targets)
+            _fix(self.table, self.use, sources, targets)
 
     def knows(self, key: Address) -> bool:
         """Whether views for `key` are cached, so that a call needs no targets."""
@@ -263,7 +263,7 @@ class Reduction:
     def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
         """Same as in `Copies`."""
         if self.table is not None:
-            _fix(self.table, sources, targets)
+            _fix(self.table, self.use, sources, targets)
 
     def build(self, aligned: int) -> None:
         """Same as in `Copies`."""
@@ -310,8 +310,12 @@ def _run_in_window(
 
 
 def _fix(
-    table: CopyTable | ReduceTable, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]
+    table: CopyTable | ReduceTable,
+    use: WindowUse | None,
+    sources: Sequence[torch.Tensor | None],
+    targets: Sequence[torch.Tensor | None],
 ) -> None:
     if not table.cpu_path:
-        table.sources.fix(sources)
-        table.targets.fix(targets)
+        stride = 0 if use is None else use.stride
+        table.sources.fix(sources, stride)
+        table.targets.fix(targets, stride)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, TransportError, UnsupportedError, shown
+from ...kernels import HALVES
 from ...planner import Mesh
 from ..convert_specs import mesh_of
 from ..process_group_cache import clear_caches
@@ -99,7 +100,7 @@ def _prepare(transport: AnyTransport, mesh: Mesh, device: torch.device, max_byte
             ranks = sorted(map(mesh.rank_at, mesh.subgroup(position, dims)))
             node_ranks = tuple(rank for rank in ranks if transport.node_of(rank) == node)
             if len(node_ranks) > 1:
-                inside.window(node_ranks, max_bytes)
+                inside.window(node_ranks, max_bytes, HALVES)
                 if node_ranks not in inside.windows.rates:
                     inside.windows.rates[node_ranks] = measure_rates(inside, node_ranks, max_bytes)
                     # Programs bound before may be cached on some ranks only: all ranks bind again, by the new rates.

@@ -126,7 +126,7 @@ class HierarchicalWindowStep(WindowStep):
         if window is None:
             self.finish([x, received, received], [out])
             return out
-        self.finish([x, self.own_window, received], [out], turn=self.transport.turn(fingerprint, out=out))
+        self.read_windows(x, out, self.transport.turn(fingerprint, out=out), received)
         self.transport.check()
         return out
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels import Turn, WindowUse
+from ...kernels import HALVES, Turn, WindowUse
 from ...planner import Program, Step
 from ..transports.base import Transport, WindowedTransport
 from ..transports.symmetric_memory.window import Window
@@ -64,19 +64,20 @@ class WindowStep(BoundStep):
         self.pulls = algorithm.name == "pull"
         region = region or window_region(self.program, self.step, self.me, self.transport, algorithm)
         if region is not None:
-            self.window = self.transport.window(region.ranks, region.first + region.nbytes)
-            self.reading = self.window.reading(self.dtype)
-            windows = {r: data[region.first :].view(self.dtype) for r, data in self.window.data.items()}
-            self.own_window = windows[self.program.mesh.rank_at(self.me)]
-            peer_windows = [windows[rank] for rank in self.peer_ranks]
-            self.written, self.read = (
-                ([self.own_window], peer_windows) if self.pulls else (peer_windows, [self.own_window])
-            )
+            self.window = self.transport.window(region.ranks, region.first + region.nbytes, HALVES)
+            self.reading = self.window.reading(self.dtype, self.pulls)
+            me, written_and_read = self.program.mesh.rank_at(self.me), []
+            for half in map(self.window.half, range(HALVES)):
+                windows = {r: data[region.first :].view(self.dtype) for r, data in half.items()}
+                of_peers = [windows[rank] for rank in self.peer_ranks]
+                written_and_read.append(([windows[me]], of_peers) if self.pulls else (of_peers, [windows[me]]))
+            # By half.
+            self.written, self.read = zip(*written_and_read, strict=True)
             self.write = self._publishing() if self.pulls else self._pushing()
-            self.write.fix(targets=self.written)
+            self.write.fix(targets=self.written[0])
         self.finish = self._pulling() if self.pulls else self._unpacking()
         if region is not None:
-            self.finish.fix(sources=[None, *self.read])
+            self.finish.fix(sources=[None, *self.read[0]])
 
     def staging_slots(self, receiver: int) -> list[int]:
         """The staging slot of each contributor in a receiver's window, by index. The receiver has no slot: its entry is
@@ -168,7 +169,10 @@ class WindowStep(BoundStep):
         return fingerprint ^ (_PULLS if self.pulls else 0)
 
     def fill_windows(self, x: torch.Tensor, turn: Turn) -> None:
-        self.write([x], self.written, turn=turn)
+        assert self.window is not None
+        self.write([x], self.written[self.window.writing.half()], turn=turn)
 
-    def read_windows(self, x: torch.Tensor, out: torch.Tensor, turn: Turn) -> None:
-        self.finish([x, *self.read], [out], turn=turn)
+    def read_windows(self, x: torch.Tensor, out: torch.Tensor, turn: Turn, *received: torch.Tensor) -> None:
+        """Complete the output. `received`: buffers of messages."""
+        assert self.reading is not None
+        self.finish([x, *self.read[self.reading.half()], *received], [out], turn=turn)

@@ -92,9 +92,9 @@ class TwoSidedTransport(Transport, TwoSidedCapabilities, Protocol):
 class WindowedTransport(Transport, Protocol):
     """Ranks write into symmetric windows of their group and synchronise on the device."""
 
-    def window(self, ranks: tuple[int, ...], nbytes: int, exact: bool = False) -> Window:
-        """The smallest window of at least `nbytes` of a group, given by its ascending ranks. Collective if it has to be
-        allocated."""
+    def window(self, ranks: tuple[int, ...], nbytes: int, halves: int = 1, exact: bool = False) -> Window:
+        """The smallest window with `halves` of at least `nbytes` of a group, given by its ascending ranks. Collective
+        if it has to be allocated."""
 
     def signal(self, window: Window, use: Use, fingerprint: int = 0, poison: torch.Tensor | None = None) -> None:
         """Enqueue `Window.signal`, bounded by the transport's timeout."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....kernels import StridedBoxes, copy_boxes, copy_table
+from ....kernels import HALVES, StridedBoxes, copy_boxes, copy_table
 from ..backend_limits import Rates
 from .transport import SymmetricMemoryTransport
 
@@ -32,7 +32,7 @@ def measure_rates(transport: SymmetricMemoryTransport, ranks: tuple[int, ...], n
     Raises:
         TransportError: a rank did not arrive.
     """
-    window = transport.window(ranks, nbytes)
+    window = transport.window(ranks, nbytes, HALVES)  # which steps use then
     own, peers = window.data[transport.rank], [window.data[r] for r in ranks if r != transport.rank]
     part = min(window.nbytes, _MOST_BYTES) // len(ranks) // _ALIGNMENT * _ALIGNMENT
     # Each rank has a part of every window for itself, so that no two ranks write to the same place.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ....errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
 from ....kernels import Code, Failure, Turn, wait_limit
+from ...environment import requested_sms
 from ..backend_limits import WindowPolicy
 from ..buffer_pool import BufferPool
 from ..comm_requests import PendingCall
@@ -58,8 +59,9 @@ class SymmetricMemoryTransport:
         refuse_capture(provider.device, "the transport symmetric_memory")
         self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
         self.rendezvous = rendezvous
+        self._num_sms = requested_sms()
         self.windows = WindowPolicy()
-        self._of_group: dict[tuple[int, ...], list[Window]] = {}
+        self._of_group: dict[tuple[tuple[int, ...], int], list[Window]] = {}
         self._all: list[Window] = []
         self._pools: dict[tuple[int, ...], list[BufferPool]] = {}
         self.failure = Failure(provider.device)
@@ -77,23 +79,24 @@ class SymmetricMemoryTransport:
     def node_of(self, rank: int) -> int:
         return 0  # all ranks reach each other
 
-    def window(self, ranks: tuple[int, ...], nbytes: int, exact: bool = False) -> Window:
-        """The smallest window of at least `nbytes` of a group, given by its ascending ranks. Collective if it has to be
-        allocated: with `nbytes` if `exact`, else with the next power of two, so that a group has few windows.
+    def window(self, ranks: tuple[int, ...], nbytes: int, halves: int = 1, exact: bool = False) -> Window:
+        """The smallest window with `halves` of at least `nbytes` of a group, given by its ascending ranks. Collective
+        if it has to be allocated: with `nbytes` if `exact`, else with the next power of two, so that a group has few
+        windows.
 
         Raises:
             DisagreementError: the ranks of the group allocate different windows.
             MeetingTimeoutError: a rank of the group did not arrive.
             UnsupportedError: it has to be allocated, while a CUDA graph is captured.
         """
-        windows = self._of_group.setdefault(ranks, [])
+        windows = self._of_group.setdefault((ranks, halves), [])
         for window in windows:  # the smallest first
             if window.nbytes >= nbytes:
                 return window
-        size = window_size(nbytes, exact)
-        memory = self._memory(ranks, pad_bytes(len(ranks)) + size, f"windows/{len(windows)}")
+        size = pad_bytes(len(ranks)) + halves * window_size(nbytes, exact)
+        memory = self._memory(ranks, size, f"windows/{halves}/{len(windows)}")
         watch = None if self._watchdog is None else self._watched
-        window = Window(self.rank, memory, len(self._all), self.failure, watch)
+        window = Window(self.rank, memory, len(self._all), self.failure, halves, watch, self._num_sms)
         windows.append(window)
         windows.sort(key=lambda made: made.nbytes)
         self._all.append(window)

@@ -33,23 +33,28 @@ def pad_bytes(size: int) -> int:
 class Window:
     """A window of a group, as seen by one rank. Every exchange consists of two launches, on every rank of the group:
 
-        writing   waits until every rank has released the last exchange, writes windows, notifies all ranks of that
-        reading   waits until every rank has written, reads windows, notifies all ranks of that (releases)
+        writing   waits until every rank has released the last exchange but one, writes a half of windows, notifies all
+                  ranks of that
+        reading   waits until every rank has written, reads that half of windows, notifies all ranks of that (releases)
 
-    or of three signals, and of kernels between them:
+    or of three signals, and of kernels between them, which may use all of the memory:
 
         acquire   waits until every rank has released the last exchange: windows may be written
         barrier   notifies all ranks that this rank has written, and waits for theirs: windows may be read
         release   notifies all ranks that this rank has read
 
-    All of them wait on the device, not on the host.
+    All of them wait on the device, not on the host. Exchanges of one window are all of the first kind, or all of the
+    second; or the host knows that an exchange of the second kind is over on all ranks before the next one begins.
 
     Args:
-        memory: by ascending rank, `pad_bytes` zeros followed by the data.
+        memory: by ascending rank, `pad_bytes` zeros followed by the data, in `halves` of equal size.
         number: the index of the window among those of this rank, for errors.
         watch: for CPU memory, the context of a wait, from a function that returns the late ranks.
+        programs: the most of a launch that writes or reads the window; None: `WindowUse` decides.
 
     Attributes:
+        nbytes: of a half.
+        data: uint8 by rank: the first half.
         writing: the use of launches that write the window.
     """
 
@@ -59,18 +64,24 @@ class Window:
         memory: Mapping[int, torch.Tensor],
         number: int,
         failure: Failure,
+        halves: int = 1,
         watch: Callable[[Callable[[], Sequence[int]]], AbstractContextManager[object]] | None = None,
+        programs: int | None = None,
     ) -> None:
+        self._programs = programs
         self.rank, self.ranks, self.number, self.failure = rank, tuple(memory), number, failure
         self._memory = memory
         self.peers = tuple(peer for peer in memory if peer != rank)
         first = pad_bytes(len(memory))
-        self.data = {r: tensor[first:] for r, tensor in memory.items()}
-        self.nbytes = memory[rank].numel() - first
+        self.nbytes = (memory[rank].numel() - first) // halves
+        self._halves = [
+            {r: m[first + h * self.nbytes :][: self.nbytes] for r, m in memory.items()} for h in range(halves)
+        ]
+        self.data = self._halves[0]
         self.arrived, self.released = (self._channel(c) for c in range(len(_CHANNELS)))
         self._watch: Watch | None = None if watch is None else lambda late: watch(partial(self._ranks_of, late))
-        self.writing = WindowUse(self.released, self.arrived, 1, None, self._watch)
-        self._reading: dict[torch.dtype, WindowUse] = {}
+        self.writing = self._use(True)
+        self._reading: dict[tuple[torch.dtype, bool], WindowUse] = {}
 
     def _channel(self, which: int) -> Channel:
         peers = self.peers
@@ -83,11 +94,18 @@ class Window:
         channel = len(_CHANNELS) * self.number + which
         return Channel(pad, slots, [pack(self.rank, peer, channel) for peer in peers], self.failure)
 
-    def reading(self, dtype: torch.dtype) -> WindowUse:
-        """The use of launches that read the window, with outputs of a dtype."""
-        if dtype not in self._reading:
-            self._reading[dtype] = WindowUse(self.arrived, self.released, 0, dtype, self._watch)
-        return self._reading[dtype]
+    def half(self, number: int) -> dict[int, torch.Tensor]:
+        """uint8 [nbytes] by rank: a half of a window that has two."""
+        return self._halves[number]
+
+    def reading(self, dtype: torch.dtype, pulls: bool) -> WindowUse:
+        """The use of launches that read windows, with outputs of a dtype; `pulls`: those of peers, not the own one."""
+        if (dtype, pulls) not in self._reading:
+            self._reading[dtype, pulls] = self._use(False, dtype, pulls)
+        return self._reading[dtype, pulls]
+
+    def _use(self, writes: bool, dtype: torch.dtype | None = None, pulls: bool = False) -> WindowUse:
+        return WindowUse(self.released, self.arrived, writes, self.nbytes, dtype, pulls, self._watch, self._programs)
 
     def _ranks_of(self, late: Callable[[], Sequence[int]]) -> tuple[int, ...]:
         return tuple([self.peers[peer] for peer in late()])

@@ -15,12 +15,17 @@ from pretended_gpus import PretendedGpus
 from torch._C._distributed_c10d import _resolve_process_group
 
 import shardweave
+from shardweave.kernels import Failure
+from shardweave.kernels.tiling import PROCESSORS
+from shardweave.kernels.window_use import waiting_programs
+from shardweave.runtime.environment import requested_sms
 from shardweave.runtime.transports.symmetric_memory.memory import (
     TorchSymmetricMemory,
     _RenumberedStore,
     why_no_symmetric_memory,
 )
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
+from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes
 
 pytestmark = pytest.mark.plan
 
@@ -123,6 +128,23 @@ def test_no_memory_in_a_capture() -> None:
         with pytest.raises(shardweave.UnsupportedError, match="transport symmetric_memory would be made while"):
             SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
     assert transport.error is None
+
+
+@pytest.mark.parametrize(("given", "programs"), [(None, waiting_programs(PROCESSORS)), ("3", 3)])
+def test_programs_of_windows(given: str | None, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if given is not None:
+        monkeypatch.setenv("SHARDWEAVE_NUM_SMS", given)
+    memory = {rank: torch.zeros(4096, dtype=torch.uint8) for rank in range(2)}
+    window = Window(0, memory, 0, Failure(torch.device("cpu")), 2, programs=requested_sms())
+    assert window.writing.programs == window.reading(torch.float32, True).programs == programs
+    assert window.writing.stride == window.nbytes == (4096 - pad_bytes(2)) // 2
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "half", "1.5"])
+def test_wrong_number_of_sms(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWEAVE_NUM_SMS", given)
+    with pytest.raises(shardweave.ArgumentError, match=rf"SHARDWEAVE_NUM_SMS: '{given}'; allowed: .* above 0"):
+        requested_sms()
 
 
 @pytest.mark.parametrize("given", [None, "0", "1"])
