@@ -21,12 +21,15 @@ from ..bench.harness.ranks import RanksFailed, supervise, timeout_seconds
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology
+from ..runtime.environment import pretended_node_size
+from ..runtime.transports.calibration_cache import keep_calibration, machine_kind
 from ..runtime.transports.select import NAMES
 from .link_fit import Sample, samples_of, topology_of
 from .link_times import ROUNDS, SMALLEST, node_size_of, rank_main
 
 LARGEST = 32 << 20
 _MIN_LARGEST = 4096
+_LEAST_KEPT = 1 << 20
 _LOCAL_RANKS = 4
 _WIDTH = 120  # of the report where stderr is not a terminal
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -39,6 +42,7 @@ def run(
     out: Path | None,
     name: str | None,
     largest: int = LARGEST,
+    keep: bool = True,
 ) -> int:
     """Measure the links, print the quality of the fit and the topology, and write the topology.
 
@@ -49,6 +53,8 @@ def run(
         out: also write the JSON to this file.
         name: the name of the topology.
         largest: the most bytes that a rank sends.
+        keep: keep the figures for this kind of machine in the cache file, from which ranks on several nodes take them.
+            Figures of simulated nodes, of a requested transport or of less than 1 MiB are never kept.
 
     Returns:
         The exit status: 1 if a rank failed.
@@ -70,7 +76,9 @@ def run(
     if largest < _MIN_LARGEST:
         raise ArgumentError(f"--largest: {largest}; allowed: {_MIN_LARGEST} bytes or more")
     check_writable("--out", out)
-    config = {"device": "cpu", "transport": transport, "node_size": node_size, "largest": largest}
+    simulated = node_size is not None or pretended_node_size() is not None
+    is_kept = keep and not simulated and transport is None and largest >= _LEAST_KEPT
+    config = {"device": "cpu", "transport": transport, "node_size": node_size, "largest": largest, "keep": is_kept}
     return (_run_in_torchrun if in_torchrun else _run_local)(size, config, out, name)
 
 
@@ -89,7 +97,9 @@ def _run_local(size: int, config: dict[str, Any], out: Path | None, name: str | 
     except RanksFailed as failure:
         print(f"error: the calibration ends: {failure}", file=sys.stderr)
         return 1
-    _report(console, measurements, out, name)
+    topology = _report(console, measurements, out, name)
+    if config["keep"]:
+        _keep(console, kept_figures(topology, measurements), torch.device("cpu"))
     return 0
 
 
@@ -105,8 +115,12 @@ def _run_in_torchrun(size: int, config: dict[str, Any], out: Path | None, name: 
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds()))
         rank_main(rank, size, config, measurements.append)
+        figures: list[dict[str, Any] | None] = [None]
         if rank == 0:
-            _report(_console(), measurements, out, name)
+            figures = [kept_figures(_report(_console(), measurements, out, name), measurements)]
+        dist.broadcast_object_list(figures, device=torch.device("cpu"))
+        if config["keep"] and figures[0] is not None and int(os.environ.get("LOCAL_RANK", rank)) == 0:
+            _keep(_console(), figures[0], torch.device(config["device"]))
         dist.barrier()
         dist.destroy_process_group()
     except UnsupportedError:
@@ -131,7 +145,30 @@ def predicted_us(topology: Topology, kind: str, sample: Sample) -> float:
     return local_us + float(link.us(sample.nbytes, sample.peers))
 
 
-def _report(console: Console, measurements: Sequence[dict[str, Any]], out: Path | None, name: str | None) -> None:
+def kept_figures(topology: Topology, measurements: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a measured topology that are kept: what was measured of nodes, and of the network if there are
+    several. A NIC's bandwidth is that of all ranks of a node together."""
+    values = topology.to_dict()
+    figures = {name: values[name] for name in ("memory_gigabytes_per_s", "call_us")}
+    kinds = {measured["kind"]: measured for measured in measurements}
+    if "node" in kinds:
+        figures["node"] = values["node"]
+    if topology.node_size is not None and "network" in kinds:
+        ranks = kinds["network"]["node_size"]
+        figures["network"] = {**values["network"], "gigabytes_per_s": ranks * values["network"]["gigabytes_per_s"]}
+    return figures
+
+
+def _keep(console: Console, figures: dict[str, Any], device: torch.device) -> None:
+    try:
+        path = keep_calibration(machine_kind(device), figures)
+    except OSError as error:
+        console.print(f"Not kept: {error}", markup=False)
+        return
+    console.print(f"Kept for this kind of machine in {path}: {', '.join(sorted(figures))}.", markup=False)
+
+
+def _report(console: Console, measurements: Sequence[dict[str, Any]], out: Path | None, name: str | None) -> Topology:
     topology, notes = topology_of(measurements, name)
     for measured in measurements:
         kind, title = measured["kind"], "local: a copy inside each rank, all ranks at once"
@@ -146,6 +183,7 @@ def _report(console: Console, measurements: Sequence[dict[str, Any]], out: Path 
     if out is not None:
         out.write_text(text + "\n", encoding="utf-8")
     print(text, flush=True)
+    return topology
 
 
 def _table(title: str, topology: Topology, kind: str, samples: Sequence[Sample]) -> Table:

@@ -53,7 +53,7 @@ class IntermediateLayouts:
         # Across three and more nodes, scattering sums and gathering them moves less than every node adding all terms.
         scattered = [m for m in partial if m in self.across and self.target.placements[m] == Replicate()]
         nodes = math.prod(self.mesh_shape[m] for m in scattered)
-        paths = []
+        paths: list[tuple[Layout, ...]] = []
         for group in (self.inside, [m for m in partial if m in self.inside]):
             for shard in self.shards:
                 first = self._replaced(source, group, shard) if group else None

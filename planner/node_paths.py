@@ -9,7 +9,7 @@ import numpy as np
 
 from .cost.node_cost import node_step_price
 from .cost.priced_ranks import priced_ranks
-from .cost.step_cost import step_price
+from .cost.step_cost import StepPrice, step_price
 from .cost.topology import Topology
 from .exchange.node_change import NodeChange, layout_change
 from .layouts.layout import Layout
@@ -18,7 +18,7 @@ from .layouts.node_layout import MAX_RANKS, Kind, NodeLayout
 from .layouts.placements import Partial, Replicate
 from .path import Path
 
-_MAX_TENSOR_DIMS = 2  # the largest ones, that node layouts cut
+_MAX_TENSOR_DIMS = 1  # the largest ones, that node layouts cut
 
 
 def node_paths(
@@ -32,14 +32,17 @@ def node_paths(
     """
     if not _applies(mesh, source, target, topology):
         return []
-    paths, prices = [], {}
+    paths: list[Path] = []
+    prices: dict[tuple[Layout, Layout], StepPrice] = {}
     for layouts in dict.fromkeys(_paths(mesh, shape, source, target, topology)):
         us, peak = 0.0, 0
         for a, b in pairwise(layouts):
             if (a, b) not in prices:
                 change = layout_change(mesh, dtype, a, b, topology.rank_nodes)
-                price = node_step_price if isinstance(change, NodeChange) else step_price
-                prices[a, b] = price(change, shape, topology)  # type: ignore[operator]
+                if isinstance(change, NodeChange):
+                    prices[a, b] = node_step_price(change, shape, topology)
+                else:
+                    prices[a, b] = step_price(change, shape, topology)
             step = prices[a, b]
             us += round(step.us, 3)
             peak = max(peak, step.peak_bytes)
@@ -76,7 +79,7 @@ def _paths(
     sums, node_shares = cut("node sums", source, summed), cut("node shares", target, replicated)
     shares = cut("shares", target, replicated)
     for d in largest:
-        ends = [(target,)]
+        ends: list[tuple[Layout, ...]] = [(target,)]
         if replicated:
             ends += [(node_shares(d), target)]
             if summed:

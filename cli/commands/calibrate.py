@@ -31,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=32 << 20,
         help="the most bytes that a rank sends (default: %(default)s)",
     )
+    parser.add_argument(
+        "--no-keep",
+        dest="keep",
+        action="store_false",
+        help="do not keep the figures for ranks on several nodes of this kind of machine",
+    )
 
 
 @interruptible
@@ -39,5 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     from .. import calibrate
 
     return calibrate.run(
-        arguments.ranks, arguments.node_size, arguments.transport, arguments.out, arguments.name, arguments.largest
+        arguments.ranks,
+        arguments.node_size,
+        arguments.transport,
+        arguments.out,
+        arguments.name,
+        arguments.largest,
+        arguments.keep,
     )

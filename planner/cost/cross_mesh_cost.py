@@ -42,16 +42,16 @@ def _cross_mesh_price(change: LayoutChange, shape: tuple[int, ...], topology: To
     Counted box by box, on the ranks of `priced_ranks`.
     """
     union, size, us, peak = change.positions, ITEMSIZE[change.dtype], 0.0, 0
-    at = priced_ranks(union, topology)
-    whole = transfer_table(change, shape) if at.whole else None
-    sampled = at.positions[at.receivers].tolist()
+    ranks = priced_ranks(union, topology)
+    whole = transfer_table(change, shape) if ranks.whole else None
+    sampled = ranks.positions[ranks.receivers].tolist()
     nodes = None if topology.rank_nodes is None else topology.nodes_of(union.rank_array)
     node, network = topology.node, topology.network
     tables = [whole or transfer_table(change, shape, rank) for rank in sampled]
     traffics = [Traffic.of(table, rank, nodes) for table, rank in zip(tables, sampled, strict=True)]
-    far_in, far_out = (np.array([getattr(x, name) for x in traffics], dtype=np.float64) * size
+    all_in, all_out = (np.array([getattr(x, name) for x in traffics], dtype=np.float64) * size
                        for name in ("received_far", "sent_far"))  # fmt: skip
-    busiest = at.on_nic(far_in, far_out).tolist()
+    busiest = ranks.on_nic(all_in, all_out).tolist()
     for rank, table, traffic, on_nic in zip(sampled, tables, traffics, busiest, strict=True):
         sender = table.sender[:, 0]
         own = int(table.elements[(table.receiver == rank) & (sender == rank)].sum()) * size

@@ -94,7 +94,8 @@ class MachineFigures:
         nics: the number of NICs.
         nic_gigabytes_per_s: the bandwidth of a NIC; None if it is not known.
         measured: the figures that `calibrate` kept for this kind of machine, as `Topology.to_dict` has them: "node",
-            "network", "memory_gigabytes_per_s", "call_us", those that were measured; None: there are none.
+            "network" (its bandwidth is that of a node, in each direction at once), "memory_gigabytes_per_s", "call_us",
+            those that were measured; None: there are none.
     """
 
     device: str
@@ -120,13 +121,20 @@ class MachineFigures:
             "", None, device.node, link, device.memory_gigabytes_per_s, nics_per_node=self.nics,
             full_duplex=network.full_duplex,
         )  # fmt: skip
-        return Topology.from_dict({**topology.to_dict(), **self.measured}) if self.measured else topology
+        if not self.measured:
+            return topology
+        topology = Topology.from_dict({**topology.to_dict(), **self.measured})
+        if "network" in self.measured:
+            # Measured while as many bytes came in as went out, by all NICs of a node together.
+            rate = topology.network.gigabytes_per_s / self.nics * (1 if network.full_duplex else 2)
+            topology = replace(topology, network=replace(topology.network, gigabytes_per_s=rate))
+        return topology
 
     @property
     def source(self) -> str:
         """Where the figures come from."""
         if self.measured is not None:
-            return f"measured by calibrate on {self.device}"
+            return f"calibrated on {self.device}"
         device, network = device_of(self.device), next(n for n in NETWORKS if n.name == self.network)
         known = f"{8 * self.nic_gigabytes_per_s:g} Gb/s" if self.nic_gigabytes_per_s is not None else network.source
         nics = "1 NIC" if self.nics == 1 else f"{self.nics} NICs"

@@ -104,6 +104,7 @@ def node_transfer_table(change: NodeChange, shape: tuple[int, ...]) -> TransferT
     return TransferTable(receiver, sender, *starts, extent, ones, ones, tuple(range(ndim)))
 
 
+@lru_cache(maxsize=256)
 def _boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """[positions, tensor dims, 2] what each rank has values of, and [positions, tensor dims] where its memory begins in
     the tensor."""
@@ -120,6 +121,7 @@ def _boxes_of(change: NodeChange, receiver: int, held: np.ndarray, wanted: np.nd
     low, high = np.maximum(held[:, :, 0], wanted[:, 0]), np.minimum(held[:, :, 1], wanted[:, 1])
     meets = (low < high).all(axis=1) & change._receives_from[receiver]
     holders = np.flatnonzero(meets)
+    holders = holders[np.argsort(change.term[holders], kind="stable")]
     if not len(holders) or (wanted[:, 0] >= wanted[:, 1]).any():
         none = np.zeros((0, ndim), dtype=np.int64)
         return np.zeros(0, dtype=np.int64), np.zeros((0, terms), dtype=np.int64), none, none
@@ -128,18 +130,18 @@ def _boxes_of(change: NodeChange, receiver: int, held: np.ndarray, wanted: np.nd
     cells = np.stack([np.array(x, dtype=np.int64)[i] for x, i in zip(spans, index, strict=True)], axis=1)
     start, stop = cells[:, :, 0], cells[:, :, 1]
     holds = ((held[holders, :, 0] <= start[:, None]) & (stop[:, None] <= held[holders, :, 1])).all(axis=2)
+    # Equal holders of each term: the receiver itself, else those of its node, else all; one of them in turn.
+    first, inverse = np.unique(change.term[holders], return_index=True, return_inverse=True)[1:]
+    preference = np.where(holds, 1 + change._near[receiver, holders] + (holders == receiver), 0)
+    best = np.maximum.reduceat(preference, first, axis=1)[:, inverse]
+    equal = holds & (preference == best)
+    before = equal.cumsum(axis=1) - equal
+    index = before - before[:, first][:, inverse]
+    number = np.add.reduceat(equal.astype(np.int64), first, axis=1)[:, inverse]
+    turn = (np.arange(len(start)) + receiver)[:, None]
+    cell, holder = np.nonzero(equal & (index == turn % np.maximum(number, 1)))
     senders = np.full((len(start), terms), FILL)
-    turn = np.arange(len(start)) + receiver
-    near = change._near[receiver, holders]
-    names = np.unique(change.term[holders])
-    for column, term in enumerate(names):
-        may = holds & (change.term[holders] == term)
-        preferred = may & (holders == receiver)
-        for choice in (may & near, may):
-            preferred = np.where(preferred.any(axis=1)[:, None], preferred, choice)
-        count = preferred.sum(axis=1)
-        nth = (preferred.cumsum(axis=1) == (turn % np.maximum(count, 1))[:, None] + 1).argmax(axis=1)
-        senders[:, column] = np.where(count > 0, holders[nth], FILL)
+    senders[cell, inverse[holder]] = holders[holder]
     assert (senders[:, 0] != FILL).all(), "a box without a holder"
     return np.full(len(start), receiver), senders, start, stop - start
 

@@ -134,7 +134,7 @@ def common_runs(extent: int, held: Parts, wanted: Parts) -> np.ndarray:
 
 
 @lru_cache(maxsize=8192)
-def _cut_dims(
+def cut_dims(
     layout: Layout, mesh_shape: tuple[int, ...], coordinate: Coordinate
 ) -> tuple[tuple[int, Parts, bool], ...]:
     """(tensor dim, cuts for the rank at `coordinate`, whether a cut is strided) of each tensor dim that is cut."""
@@ -146,7 +146,7 @@ def _cut_dims(
 def _with_cuts(
     layout: NodeLayout, mesh_shape: tuple[int, ...], coordinate: Coordinate, more: Parts
 ) -> tuple[tuple[int, Parts, bool], ...]:
-    """`_cut_dims` of the base layout with further cuts of its tensor dim."""
+    """`cut_dims` of the base layout with further cuts of its tensor dim."""
     last = layout.tensor_dim
     cuts = {**dict(layout.all_cuts), last: layout.cuts(last)}
     parts = {d: parts_of(c, mesh_shape, coordinate) for d, c in cuts.items()}
@@ -158,7 +158,7 @@ def held_sizes(
 ) -> tuple[int, ...]:
     """The shape of the shard of the rank at `coordinate`."""
     sizes = list(shape)
-    for d, parts, strided in _cut_dims(layout, mesh_shape, coordinate):
+    for d, parts, strided in cut_dims(layout, mesh_shape, coordinate):
         if strided:
             held = held_spans(sizes[d], parts)
             sizes[d] = int((held[:, 1] - held[:, 0]).sum())
@@ -173,7 +173,7 @@ def held_box(
 ) -> tuple[Span, ...]:
     """The spans of the shard of the rank at `coordinate`, one per tensor dim; from first to last index if strided."""
     box = [(0, n) for n in shape]
-    for d, parts, _ in _cut_dims(layout, mesh_shape, coordinate):
+    for d, parts, _ in cut_dims(layout, mesh_shape, coordinate):
         box[d] = held_span(shape[d], parts)
     return tuple(box)
 
@@ -199,7 +199,7 @@ def elements_in_common(
         held_at, wanted_at: the mesh shape and the coordinate of each.
     """
     held_cuts, wanted_cuts = (
-        {d: p for d, p, _ in _cut_dims(x, *at)} for x, at in ((held, held_at), (wanted, wanted_at))
+        {d: p for d, p, _ in cut_dims(x, *at)} for x, at in ((held, held_at), (wanted, wanted_at))
     )
     strided = {*held.strided_dims, *wanted.strided_dims}
     count = 1

@@ -17,7 +17,7 @@ from .nodes import Nodes, nodes_of
 
 Kind = Literal["node sums", "node shares", "shares"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-MAX_RANKS = 64
+MAX_RANKS = 32
 """The mesh size up to which these layouts are used, since their steps are planned and priced box by box."""
 
 

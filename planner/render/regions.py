@@ -15,7 +15,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ..exchange.steps import Step
 from ..exchange.transfer_table import FILL, TransferTable
-from ..layouts.index_sets import held_spans, parts_of
+from ..layouts.index_sets import cut_dims, held_spans
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..program_base import ProgramBase
@@ -92,8 +92,9 @@ def held_runs(program: ProgramBase, layout: Layout, mesh: Mesh, position: int) -
     if at is None:
         return None
     runs = []
+    parts = {d: of_dim for d, of_dim, _ in cut_dims(layout, mesh.shape, at)}
     for d, extent in enumerate(program.shape):
-        spans = held_spans(extent, parts_of(layout.cuts(d), mesh.shape, at))
+        spans = held_spans(extent, parts.get(d, ()))
         runs.append(tuple((low, high) for low, high in spans.tolist()))
     return tuple(runs)
 

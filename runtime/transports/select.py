@@ -312,7 +312,8 @@ class Transports:
 
     def _read_nodes(self, ranks: Sequence[int]) -> None:
         """Read the nodes of many ranks at once, if all have published theirs."""
-        store, missing = self.rendezvous.store, [rank for rank in ranks if rank not in self._nodes]
+        store: Any = self.rendezvous.store
+        missing = [rank for rank in ranks if rank not in self._nodes]
         keys = [_machine_key(rank) for rank in missing]
         with suppress(dist.DistError):  # reading them one by one names the rank that is gone
             if len(keys) > 1 and store.has_extended_api() and store.check(keys):

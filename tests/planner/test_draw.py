@@ -14,6 +14,8 @@ import pytest
 
 from shardweave.errors import ArgumentError
 from shardweave.planner import NVLINK_INFINIBAND, Exchange, Layout, Mesh, Program, TransferTable, draw, plan
+from shardweave.planner.layouts.index_sets import valid_box
+from shardweave.planner.layouts.node_layout import NodeLayout
 from shardweave.planner.render.explain import totals
 
 pytestmark = pytest.mark.plan
@@ -173,12 +175,21 @@ def test_draw_areas_proportional_to_elements(name: str) -> None:
             assert area == pytest.approx(held / max(math.prod(program.shape), 1), rel=2e-3)
 
 
+def mask_of(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
+    """[ranks, elements] whether the rank has values of the element."""
+    if not isinstance(layout, NodeLayout):
+        return oracle.held_mask(mesh.shape, shape, str(layout))
+    mask = np.zeros((mesh.size, *shape), dtype=bool)
+    for position in range(mesh.size):
+        mask[(position, *(slice(*span) for span in valid_box(shape, layout, mesh, position)))] = True
+    return mask.reshape(mesh.size, -1)
+
+
 @pytest.mark.parametrize("name", FLAT)
 def test_draw_regions_match_oracle(name: str) -> None:
     program = planned(name)
     shape, mesh = program.shape, program.mesh
-    layouts = [str(program.source), *(str(step.target) for step in program.steps)]
-    held = [oracle.held_mask(mesh.shape, shape, text) for text in layouts]
+    held = [mask_of(layout, mesh, shape) for layout in (program.source, *(step.target for step in program.steps))]
     rows, columns = (1, *shape) if len(shape) == 1 else shape
     positions = {mesh.rank_at(p): p for p in range(mesh.size)}
     for (column, rank), drawn in Picture(program).panels.items():
