@@ -66,7 +66,7 @@ def combine_rows_kernel(
         base = tl.load(buffers + destination, mask=kept, other=0)
         # An address that was an integer has lost its alignment.
         source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
-        value = decode(tl.load(source + c, mask=inside & kept, other=0), DTYPE, SOFT)
+        value = decode(tl.load(source + c, mask=inside & (tl.broadcast_to(row, [COLS]) >= 0), other=0), DTYPE, SOFT)
         if HAS_WEIGHTS:
             value = value * tl.load(weights + t * weight_stride + key % K, mask=kept, other=0.0)
         moved = kept & (destination != last)
