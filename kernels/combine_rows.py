@@ -89,7 +89,8 @@ def combine_rows_kernel(
             base = address_of(buffers, choice, error, choice_stride, destination, kept, CHOSEN)
             # An address that was an integer has lost its alignment.
             source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
-            value = decode(tl.load(source + c, mask=inside & kept, other=0), DTYPE, SOFT)
+            present = inside & (tl.broadcast_to(row, [COLS]) >= 0)
+            value = decode(tl.load(source + c, mask=present, other=0), DTYPE, SOFT)
             if HAS_WEIGHTS:
                 value = value * tl.load(weights + t * weight_stride + key % K, mask=kept, other=0.0)
             moved = kept & (destination != last)

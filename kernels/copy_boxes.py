@@ -65,7 +65,7 @@ def copy_tile(
         places = target + r * target_stride + c
     inside = (r < rows) & (c < cols)
     if HAS_FILL:
-        words = tl.load(source + r * source_stride + c, mask=inside & (source_id >= 0))
+        words = tl.load(source + r * source_stride + c, mask=inside & (tl.broadcast_to(source_id, [ROWS, COLS]) >= 0))
         words = tl.where(source_id >= 0, words, fill.to(tl.int64).to(WORD))
     else:
         words = tl.load(source + r * source_stride + c, mask=inside)

@@ -121,7 +121,7 @@ def reduce_tile(
     inside = (r < rows) & (c < cols)
     reads = inside
     if HAS_FILL:
-        reads = inside & (tl.load(row) >= 0)
+        reads = inside & (tl.broadcast_to(tl.load(row), [ROWS, COLS]) >= 0)
     words = load_contributor(
         row, 0, source_table, source0, source1, source2, source3, r, c, reads, K, FROM_WORD, VS, ALIGN_S, SOURCES
     )

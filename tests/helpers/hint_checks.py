@@ -123,20 +123,12 @@ def _check_accesses(interpreter: Any) -> None:
         _constants.update({name: given.get(name) for name in self.constexprs})
         return call(self, *arguments, **named)
 
-    def boolean(mask: Any) -> Any:
-        # A comparison of scalars, once broadcast, has the type of its operands, which Triton 3.9 refuses as a mask.
-        if mask.data.dtype == bool:
-            return mask
-        return interpreter.TensorHandle(mask.data.astype(bool), interpreter.tl.int1)
-
     # The arguments after these differ between Triton's versions.
     def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        mask = boolean(mask)
         _check_vectors("load", pointers, mask)
         return load(self, pointers, mask, *rest)
 
     def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        mask = boolean(mask)
         _check_vectors("store", pointers, mask)
         return store(self, pointers, value, mask, *rest)
 
