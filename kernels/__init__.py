@@ -9,13 +9,14 @@ from .combine_rows import combine_rows, gather_values
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
 from .copy_rows import copy_rows, fill_rows
-from .count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, count_pairs
-from .group_rows import Groups, PhysicalExperts, group_rows, share_counts
+from .count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, CountShare, count_pairs
+from .group_rows import Groups, PhysicalExperts, group_rows
 from .launch import interpreted, on_device, uploaded
 from .locate_rows import MOST_K, locate_rows
 from .offer_rows import offer_rows
 from .pairs_cpu import Pairs
 from .push_rows import padding_rows, push_rows
+from .receive_rows import receive_rows
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
 from .reduce_cpu import reduce_views
 from .route_rows import route_rows
@@ -47,6 +48,7 @@ __all__ = [
     "Launch",
     "LaunchConfig",
     "ReduceTable",
+    "CountShare",
     "CountedPairs",
     "RowLaunch",
     "PhysicalExperts",
@@ -76,6 +78,7 @@ __all__ = [
     "pack",
     "padding_rows",
     "push_rows",
+    "receive_rows",
     "reduce_boxes",
     "reduce_boxes_cpu",
     "reduce_launches",
@@ -84,7 +87,6 @@ __all__ = [
     "route_rows",
     "run_in_window",
     "count_pairs",
-    "share_counts",
     "signal",
     "silu_and_mul",
     "silu_and_mul_backward",

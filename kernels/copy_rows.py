@@ -112,7 +112,7 @@ def fill_rows(target: torch.Tensor, num_rows: torch.Tensor, value: float) -> Non
     there, length = target.data_ptr(), target.numel() // len(target)
     programs = programs_of(target.device, cdiv(target.numel() * target.itemsize, BLOCK))
     constants = _constants(fill_rows_kernel, target.dtype, length, row_alignment(target.dtype, length, there))
-    numbers = there, _word(value, target.dtype), len(target), programs
+    numbers = there, bits_of(value, target.dtype), len(target), programs
     _fills((programs, 1, 1), target.device, (num_rows,), numbers, constants)
 
 
@@ -131,7 +131,8 @@ def _constants(kernel: Any, dtype: torch.dtype, length: int, align: int) -> Cons
 
 
 @cache
-def _word(value: float, dtype: torch.dtype) -> int:
+def bits_of(value: float, dtype: torch.dtype) -> int:
+    """The bits of a value as a signed integer."""
     return int.from_bytes(pattern(value, dtype), "little", signed=True)
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .launch import Constants, Launches, runs_on
-from .rows import cdiv, power_of_two
+from .rows import Buffers, cdiv, power_of_two
 
 BLOCK = tl.constexpr(256)  # ids ranked at a time
 CHUNK = tl.constexpr(32)  # ids that they are compared with at a time
@@ -25,6 +25,17 @@ FEW_CHUNK = tl.constexpr(16)  # likewise, with one program
 MOST_BLOCKS = 128  # more blocks would read too many counts of earlier blocks: beyond, each ranks several times BLOCK
 MOST_SINGLE = 1024  # ids of one program
 MOST_PHYSICAL_EXPERTS = 2048
+
+
+class CountShare(NamedTuple):
+    """Where count_pairs writes its counts, too."""
+
+    matrices: Buffers
+    """int32 [W, S + 1] of each destination, contiguous; with `word`, [W, S + 2]."""
+    me: int
+    """The row that is written: this rank, 0 to W - 1."""
+    word: int | None = None
+    """A number of 31 bits, written after the counts."""
 
 
 class CountedPairs(NamedTuple):
@@ -149,19 +160,40 @@ def count_few_pairs_kernel(
     tl.store(counts_out + physical_experts, tl.sum(bad.to(tl.int32), 0))
 
 
+@triton.jit(do_not_specialize=["first", "word", "width"])
+def share_counts_kernel(
+    counts,  # int32 [width]
+    matrices,  # int64 [ranks], addresses
+    first: tl.int32,  # this rank's row in a matrix, in elements
+    word: tl.int32,
+    width: tl.int32,
+    LENGTH: tl.constexpr,  # a power of two above width
+    HAS_WORD: tl.constexpr,
+):
+    """Program i writes to matrix i."""
+    i = tl.arange(0, LENGTH)
+    values = tl.load(counts + i, mask=i < width, other=0)
+    if HAS_WORD:
+        values = tl.where(i < width, values, word)
+    matrix = tl.load(matrices + tl.program_id(0)).to(tl.pointer_type(tl.int32))
+    tl.store(matrix + first + i, values, mask=i < width + HAS_WORD)
+
+
 def count_pairs(
     ids: torch.Tensor,
     num_experts: int,
     physical_expert_of: torch.Tensor | None = None,
     num_physical_experts: int | None = None,
+    share: CountShare | None = None,
 ) -> CountedPairs:
-    """Count and number the (token, k) pairs of this rank's tokens.
+    """Count and number the (token, k) pairs of this rank's tokens, and write the counts to all ranks.
 
     Args:
         ids: int32 or int64 [T, K], the experts of each token; -1: none. T may be 0; an expert may repeat in a token.
         num_experts: E. Ids outside -1 to E - 1 are bad: they count as bad and act as -1.
         physical_expert_of: int32 [E], the physical expert that this rank uses for each expert; default: e for e.
         num_physical_experts: S; only with `physical_expert_of`.
+        share: where the counts are written, besides the result; None: nowhere.
 
     Raises:
         ArgumentError: unsupported shape, dtype or number.
@@ -184,8 +216,17 @@ def count_pairs(
         )
     if ids.numel() >= 1 << 31:
         raise ArgumentError(f"ids: {ids.numel()} of them; allowed: below 2**31")
+    width = physical_experts + 1 + (share is not None and share.word is not None)
+    if share is not None and (share.matrices.dtype is not torch.int32 or share.matrices.shape[1:] != (width,)):
+        raise ArgumentError(
+            f"share.matrices: {share.matrices.dtype} of shape {tuple(share.matrices.shape)}; allowed: int32 of shape "
+            f"[W, {width}]"
+        )
     if not runs_on(ids.device):
-        return count_pairs_cpu(ids, num_experts, physical_expert_of, physical_experts)
+        counted = count_pairs_cpu(ids, num_experts, physical_expert_of, physical_experts)
+        if share is not None:
+            share_counts_cpu(counted.counts, share)
+        return counted
     ids, pairs = ids.contiguous(), ids.numel()
     physical_expert = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     place = torch.empty_like(physical_expert)
@@ -193,29 +234,35 @@ def count_pairs(
     table, has_table = (physical_expert, False) if physical_expert_of is None else (physical_expert_of, True)
     padded = max(32, power_of_two(physical_experts))
     if pairs <= MOST_SINGLE:
-        width = max(CHUNK.value, power_of_two(pairs))
+        most = max(CHUNK.value, power_of_two(pairs))
         _fews(
             (1, 1, 1), ids.device, (ids, table, physical_expert, place, counts), (pairs, num_experts, physical_experts),
-            _few_constants(ids.dtype, padded, width, has_table),
+            _few_constants(ids.dtype, padded, most, has_table),
         )  # fmt: skip
-        return CountedPairs(physical_expert, place, counts)
-    rounds = cdiv(pairs, BLOCK.value * MOST_BLOCKS)
-    blocks = cdiv(pairs, BLOCK.value * rounds)
-    # Each block's count of bad ids follows the counts of all blocks.
-    scratch = torch.empty(blocks * (padded + 1), dtype=torch.int32, device=ids.device)
-    bad = scratch[blocks * padded :]
-    _counts(
-        (blocks, 1, 1), ids.device, (ids, table, physical_expert, scratch, bad), (pairs, num_experts, rounds),
-        _count_constants(ids.dtype, padded, has_table),
-    )  # fmt: skip
-    _places(
-        (blocks, 1, 1), ids.device, (physical_expert, place, scratch, bad, counts),
-        (pairs, physical_experts, rounds, blocks), _place_constants(padded, power_of_two(blocks)),
-    )  # fmt: skip
+    else:
+        rounds = cdiv(pairs, BLOCK.value * MOST_BLOCKS)
+        blocks = cdiv(pairs, BLOCK.value * rounds)
+        # Each block's count of bad ids follows the counts of all blocks.
+        scratch = torch.empty(blocks * (padded + 1), dtype=torch.int32, device=ids.device)
+        bad = scratch[blocks * padded :]
+        _counts(
+            (blocks, 1, 1), ids.device, (ids, table, physical_expert, scratch, bad), (pairs, num_experts, rounds),
+            _count_constants(ids.dtype, padded, has_table),
+        )  # fmt: skip
+        _places(
+            (blocks, 1, 1), ids.device, (physical_expert, place, scratch, bad, counts),
+            (pairs, physical_experts, rounds, blocks), _place_constants(padded, power_of_two(blocks)),
+        )  # fmt: skip
+    if share is not None:
+        constants = _share_constants(power_of_two(width), share.word is not None)
+        numbers = share.me * width, share.word or 0, physical_experts + 1
+        _shares((len(share.matrices), 1, 1), ids.device, (counts, share.matrices.table()[0]), numbers, constants)
     return CountedPairs(physical_expert, place, counts)
 
 
-_counts, _places, _fews = map(Launches, (count_pairs_kernel, place_rows_kernel, count_few_pairs_kernel))
+_counts, _places, _fews, _shares = map(
+    Launches, (count_pairs_kernel, place_rows_kernel, count_few_pairs_kernel, share_counts_kernel)
+)
 
 
 @cache
@@ -226,7 +273,13 @@ def _count_constants(ids: torch.dtype, padded: int, has_table: bool) -> Constant
 
 @cache
 def _place_constants(padded: int, blocks: int) -> Constants:
-    return Constants(place_rows_kernel, {"EXPERTS": padded, "BLOCKS": blocks, "ROWS": count_rows(padded)}, num_warps=8)
+    constants = {"EXPERTS": padded, "BLOCKS": blocks, "ROWS": count_rows(padded)}
+    return Constants(place_rows_kernel, constants, num_warps=8)
+
+
+@cache
+def _share_constants(length: int, has_word: bool) -> Constants:
+    return Constants(share_counts_kernel, {"LENGTH": length, "HAS_WORD": has_word}, num_warps=4)
 
 
 @cache
@@ -265,3 +318,11 @@ def count_pairs_cpu(
     counts[:-1] = per_physical_expert[1:]
     counts[-1] = (~valid & (flat != -1)).sum()
     return CountedPairs(physical_expert.int().view(ids.shape), place.int().view(ids.shape), counts)
+
+
+def share_counts_cpu(counts: torch.Tensor, share: CountShare) -> None:
+    """What count_pairs does with `share`, in torch operations."""
+    for matrix in share.matrices.tensors:
+        matrix[share.me, : len(counts)].copy_(counts)
+        if share.word is not None:
+            matrix[share.me, len(counts)] = share.word

@@ -1,4 +1,4 @@
-"""share_counts and group_rows: write the matrix of all ranks' counts; lay out all destinations' buffers from it.
+"""group_rows: lay out all destinations' buffers from the matrix of all ranks' counts.
 
 The rows of a physical expert form a group in its rank's buffer, in order of (source rank, token, k). Groups are in
 order of physical expert, each padded to a multiple of `align`, or all of one length if batched. The rows of a group
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .launch import Constants, Launches, runs_on
-from .rows import Buffers, power_of_two
+from .rows import power_of_two
 
 NO_LIMIT = (1 << 31) - 1
 
@@ -289,54 +289,3 @@ def group_rows_cpu(
         num_rows=ends[low:high].amax().int().view(1) if high > low else matrix.new_zeros(1),
         overflow=torch.stack([(total - fits).sum(), matrix[:, -1].long().sum()]),
     )
-
-
-@triton.jit(do_not_specialize=["me", "length", "width", "word"])
-def share_counts_kernel(
-    counts,  # int32 [length]
-    matrices,  # int64 [W], addresses
-    me: tl.int32,
-    length: tl.int32,
-    width: tl.int32,
-    word: tl.int32,
-    LENGTH: tl.constexpr,
-):
-    """Program i writes to matrix i."""
-    matrix = tl.load(matrices + tl.program_id(0)).to(tl.pointer_type(tl.int32))
-    i = tl.arange(0, LENGTH)
-    values = tl.load(counts + i, mask=i < length, other=0)
-    tl.store(matrix + me * width + i, tl.where(i < length, values, word), mask=i < width)
-
-
-def share_counts(counts: torch.Tensor, matrices: Buffers, me: int, word: int | None = None) -> None:
-    """Write `counts` to row `me` of all matrices.
-
-    Args:
-        counts: int32 [S + 1].
-        matrices: int32 [W, S + 1] of each destination; with `word`, [W, S + 2].
-        me: this rank, 0 to W - 1.
-        word: a non-negative number below 2**31, written after the counts.
-    """
-    length, width = len(counts), len(counts) + (word is not None)
-    if not runs_on(counts.device):
-        share_counts_cpu(counts, matrices, me, word)
-        return
-    numbers = me, length, width, word or 0
-    tensors = counts, matrices.table()[0]
-    _shares((len(matrices), 1, 1), counts.device, tensors, numbers, _share_constants(power_of_two(width)))
-
-
-_shares = Launches(share_counts_kernel)
-
-
-@cache
-def _share_constants(length: int) -> Constants:
-    return Constants(share_counts_kernel, {"LENGTH": length}, num_warps=4)
-
-
-def share_counts_cpu(counts: torch.Tensor, matrices: Buffers, me: int, word: int | None) -> None:
-    """share_counts in torch operations."""
-    for matrix in matrices.tensors:
-        matrix[me, : len(counts)].copy_(counts)
-        if word is not None:
-            matrix[me, len(counts)] = word

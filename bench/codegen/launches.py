@@ -26,12 +26,15 @@ from shardweave.bench.workloads import load_workloads
 from shardweave.kernels import (
     Buffers,
     ChosenBuffers,
+    CountShare,
     PhysicalExperts,
     TokenRows,
     combine_rows,
+    count_pairs,
     group_rows,
     offer_rows,
     push_rows,
+    receive_rows,
 )
 from shardweave.kernels.channel import Failure
 from shardweave.kernels.compare_words import WordComparison
@@ -112,6 +115,7 @@ class Specialisation:
             "combine_rows": (k + c.get("HAS_ADD", 0), 1),
             "weigh_rows": (2, 1),
             "copy_rows": (1, 1),
+            "receive_rows": (c.get("COPY", 0), c.get("COPY", 0) + c.get("FILL", 0)),
             "offer_rows": (1, 1) if c.get("COPY") else (0, 0),
             "fill_rows": (0, 1),
             "silu_and_mul": (2, 1),
@@ -389,6 +393,10 @@ def _pooled(dtype: torch.dtype) -> None:
     push_rows(x, rows, chosen, groups, 0, weights, numbers, most_padding=0)
     for target in (of_all[1], None):
         offer_rows(of_all[0], target, groups.num_rows, Buffers(matrices), 257, 1)
+    for source, fill, given in product((x, None), (0.0, None), ((numbers.tensors[0][:tokens],) * 2, None)):
+        receive_rows(source, empty(tokens, hidden, dtype=dtype), groups.num_rows, fill, given)
+    for ids in (empty(tokens, k), empty(4096, k)):
+        count_pairs(ids, 256, share=CountShare(Buffers(matrices), 0, 1))
     for of_pairs, add in product((weights, None), (x, None)):
         combine_rows(rows, chosen, empty(tokens, hidden, dtype=dtype), of_pairs, add)
 

@@ -16,14 +16,13 @@ import torch
 from shardweave.bench.gpu.kernel_cases import Made, checked, poisoned, random_buffer
 from shardweave.kernels import (
     Buffers,
+    CountShare,
     Groups,
     TokenRows,
     combine_rows,
     count_pairs,
-    group_rows,
-    locate_rows,
     push_rows,
-    share_counts,
+    route_rows,
 )
 from shardweave.kernels.group_rows import PhysicalExperts
 
@@ -89,10 +88,10 @@ class VirtualRank:
 
     def route(self) -> tuple[Groups, TokenRows]:
         """All kernels before rows are pushed."""
-        routed = count_pairs(self.ids, self.shape.experts)
-        share_counts(routed.counts, self.matrices, self.me)
-        groups = group_rows(self.matrices.tensors[self.me], self.physical_experts, self.me, self.rows)
-        return groups, locate_rows(routed.physical_expert, routed.place, groups, self.physical_experts)
+        counted = count_pairs(self.ids, self.shape.experts, share=CountShare(self.matrices, self.me))
+        matrix = self.matrices.tensors[self.me]
+        groups, located, _ = route_rows(counted, matrix, self.physical_experts, self.me, self.rows)
+        return groups, located
 
     def tokens(self) -> torch.Tensor:
         return random_buffer(self.shape.tokens * self.shape.hidden, torch.bfloat16, self.device).view(

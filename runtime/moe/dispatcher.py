@@ -77,13 +77,14 @@ class TokenDispatcher(TokenEngine):
             weights (not with weighted=False), the weights of rows, and routing: integers. Under torch.compile
             `routed.x` is a copy.
         pooled_buffers: with transport="symmetric_memory", the number of dispatches whose `routed.x` may be the buffer
-            that peers wrote, each until the last tensor on it is gone. While all are in use, rows are copied out of a
-            window, which `shardweave.stats().copies` counts. One is enough if a layer's rows are gone before the next
-            layer's arrive: in inference, under activation checkpointing, with save="redispatch"; if backward keeps
-            them, as many as layers. Dispatchers of one group share the buffers, which live as long as the process
-            group. Buffers captured in a CUDA graph serve only captures from then on. On a GPU a buffer belongs to the
-            stream of its dispatch: `record_stream` has no effect, so synchronise other streams that read it before its
-            last tensor goes. Other transports allocate as many buffers as needed.
+            that peers wrote, each until the last tensor on it is gone. `routed.output_buffer()` takes one of them too.
+            While all are in use, rows are copied out of a window, which `shardweave.stats().copies` counts. One is
+            enough if a layer's rows are gone before the next layer's arrive: in inference, under activation
+            checkpointing, with save="redispatch"; if backward keeps them, as many as layers. Dispatchers of one group
+            share the buffers, which live as long as the process group. Buffers captured in a CUDA graph serve only
+            captures from then on. On a GPU a buffer belongs to the stream of its dispatch: `record_stream` has no
+            effect, so synchronise other streams that read it before its last tensor goes. Other transports allocate as
+            many buffers as needed.
         chunk_capacity: on two-sided transports, the maximum rows that a rank sends to another (int), or a factor of
             max_tokens * top_k / W (float). Chunks of this fixed size travel whole and need no host read. A rank's rows
             for another beyond it, in order of physical expert, token and k, are dropped, before the other capacities

@@ -31,14 +31,14 @@ def explain(config: DispatchConfig, algorithms: Sequence[Algorithm], transport: 
     for algorithm in algorithms:
         capacity = _chunk_capacity(config, algorithm)
         memory, wire = algorithm.nbytes(config, capacity), on_wire(config, algorithm, capacity)
-        once, each = algorithm.layers_nbytes(config, capacity)
+        once, of_each = algorithm.layers_nbytes(config, capacity)
         # What pooled buffers save is part of the first number.
         most = f", n from {config.pooled_buffers} on" if algorithm.in_windows and config.pooled_buffers > 1 else ""
         lines += [
             f"  {algorithm.algorithm}" + ("" if capacity is None else f" (chunk_capacity={capacity})"),
             "    memory of a rank, maximum bytes:",
             *[f"      {nbytes:>16,}  {purpose}" for purpose, nbytes in memory.items()],
-            f"    a model with n of these layers, in training: {once:,} + n * {each:,}{most}",
+            f"    a model with n of these layers, in training: {once:,} + n * {of_each:,}{most}",
             f"    on the wire, bytes for the {config.max_tokens} tokens of one rank: with even routing, and at most:",
             *[f"      {even:>16,} {most:>16,}  {operation}" for operation, (even, most) in wire.items()],
         ]

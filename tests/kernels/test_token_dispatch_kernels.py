@@ -73,7 +73,7 @@ def test_dispatch_and_combine(device, dtype, layout):
 
 @pytest.mark.interp
 def test_sendrecv_launches_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for two, which chunks of fixed size launch as well. So what is compiled ahead of time covers chunks of exact
+    """But for those that chunks of fixed size launch as well. So what is compiled ahead of time covers chunks of exact
     size."""
     launched: set[tuple[str, frozenset]] = set()
     start = InterpretedFunction.__getitem__

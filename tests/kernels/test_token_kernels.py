@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from shardweave.errors import ArgumentError
 from shardweave.kernels.addresses import KEPT_TABLES, AddressTables
 from shardweave.kernels.combine_rows import combine_rows, combine_rows_reference, gather_values
 from shardweave.kernels.copy_rows import copy_rows, fill_rows
-from shardweave.kernels.count_pairs import CountedPairs, count_pairs
-from shardweave.kernels.group_rows import Groups, PhysicalExperts, group_rows, share_counts
+from shardweave.kernels.count_pairs import CountedPairs, CountShare, count_pairs
+from shardweave.kernels.group_rows import Groups, PhysicalExperts, group_rows
 from shardweave.kernels.locate_rows import locate_rows
 from shardweave.kernels.push_rows import push_rows, push_rows_reference
+from shardweave.kernels.receive_rows import receive_rows
 from shardweave.kernels.route_rows import route_rows
 from shardweave.kernels.rows import Buffers, ChosenBuffers, RowLaunch, TokenRows
 from shardweave.kernels.weigh_rows import weigh_rows
@@ -208,17 +210,52 @@ def rows_of(case: Case, rank: int, device: str, physical_experts: PhysicalExpert
 
 
 @pytest.mark.parametrize("words", [None, (5, 0, 2**31 - 1)], ids=str)
-def test_share_counts(device, words):
-    rng = np.random.default_rng(0)
-    counts = [i32(rng.integers(0, 99, 8), device) for _ in range(3)]
-    received = (
-        counts if words is None else [torch.cat((c, i32([w], device))) for c, w in zip(counts, words, strict=True)]
-    )
-    matrices = [torch.full((3, len(received[0])), -1, dtype=torch.int32, device=device) for _ in range(3)]
-    for me, row in enumerate(counts):
-        share_counts(row, Buffers(matrices), me, None if words is None else words[me])
+@pytest.mark.parametrize("tokens", [3, 600])
+def test_count_pairs_shares_counts(device, words, tokens):
+    """Of few pairs and of many: in the row of each rank of all matrices, and nowhere else."""
+    rng, k, experts = np.random.default_rng(0), 2, 7
+    case = Case([routing(rng, "odd", tokens, k, experts) for _ in range(3)], experts, (0, 2, 4, experts)).solve()
+    width = experts + 1 + (words is not None)
+    matrices = [torch.full((4, width), -9, dtype=torch.int32, device=device) for _ in range(3)]
+    for me, ids in enumerate(case.ids):
+        share = CountShare(Buffers(matrices), me, None if words is None else words[me])
+        got = count_pairs(torch.from_numpy(ids).to(device), experts, share=share)
+        same(got.counts, i32(case.matrix[me]))
+        same(got.place, i32(case.place[me]))
+    want = i32(case.matrix) if words is None else torch.cat((i32(case.matrix), i32([[w] for w in words])), 1)
     for matrix in matrices:
-        same(matrix, torch.stack(received))
+        same(matrix, torch.cat((want, torch.full((1, width), -9, dtype=torch.int32))))
+    with pytest.raises(ArgumentError, match=r"share.matrices: .*allowed: int32 of shape \[W, 8\]"):
+        narrow = Buffers([matrix[:, :3].contiguous() for matrix in matrices])
+        count_pairs(torch.from_numpy(ids).to(device), experts, share=CountShare(narrow, 0))
+
+
+@pytest.mark.parametrize("hidden, dtype", [(6, torch.bfloat16), (1100, torch.float32)], ids=str)
+def test_receive_rows(device, hidden, dtype):
+    """Copied or not, filled or not, with numbers or without."""
+    rng = np.random.default_rng(0)
+    for n, copied, fill, has_numbers in product((0, 3, 9), (False, True), (None, 0.0, math.nan), (False, True)):
+        source, target = tokens_like(rng, (9, hidden), dtype, device), torch.full((9, hidden), POISON, dtype=dtype)
+        numbers = torch.rand(9, device=device), torch.full((9,), POISON, device=device)
+        target = target.to(device)
+        receive_rows(source if copied else None, target, i32([n], device), fill, numbers if has_numbers else None)
+        for x, out, was in ((source, target, copied), (*numbers, has_numbers)):
+            assert torch.equal(out[:n], x[:n] if was else torch.full_like(out[:n], POISON))
+            left = out is numbers[1] and not has_numbers
+            want = torch.full_like(out[n:], POISON if fill is None or left else fill)
+            assert torch.equal(out[n:], want) or want.isnan().all() and out[n:].isnan().all()
+
+
+def test_receive_rows_refuses(device):
+    rows, n, numbers = torch.zeros(3, 4, device=device), i32([1], device), torch.zeros(3, device=device)
+    for given, text in (
+        ((rows[:2], rows, n, None), "source"), ((rows.bfloat16(), rows, n, None), "source"),
+        ((None, rows[:, :2], n, 0.0), "target"), ((None, rows.long(), n, 0.0), "target"),
+        ((None, rows, n, None, (numbers[:2], numbers)), r"numbers\[0\]"),
+        ((None, rows, n, None, (numbers, numbers.double())), r"numbers\[1\]"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=text):
+            receive_rows(*given)
 
 
 def test_chosen_buffers(device):

@@ -23,9 +23,10 @@ from shardweave.kernels.count_pairs import (
     count_rows,
     few_warps,
     place_rows_kernel,
+    share_counts_kernel,
 )
 from shardweave.kernels.dtypes import ELEMENTS
-from shardweave.kernels.group_rows import group_rows_kernel, group_warps, rank_rows, share_counts_kernel
+from shardweave.kernels.group_rows import group_rows_kernel, group_warps, rank_rows
 from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
 from shardweave.kernels.push_rows import push_rows_kernel
 from shardweave.kernels.route_rows import route_rows_kernel
@@ -69,19 +70,18 @@ def test_count_pairs_does_not_spill(target, physical_experts, looked_up):
         assert_no_spill(compile_kernel(count_few_pairs_kernel, target, few, **ids), target)
     place = {"EXPERTS": padded, "BLOCKS": 128, "ROWS": count_rows(padded), "num_warps": 8}
     assert_no_spill(compile_kernel(place_rows_kernel, target, place, **ids), target)
+    share = {"LENGTH": triton.next_power_of_2(physical_experts + 2), "HAS_WORD": True, "num_warps": 4}
+    assert_no_spill(compile_kernel(share_counts_kernel, target, share, counts="*i32"), target)
 
 
 @each_target
 @pytest.mark.parametrize("physical_experts", [3, 300, MOST_PHYSICAL_EXPERTS])
-def test_group_rows_and_share_counts_do_not_spill(target, physical_experts):
+def test_group_rows_does_not_spill(target, physical_experts):
     padded = max(32, triton.next_power_of_2(physical_experts))
     for batched in (False, True):
         constants = {"EXPERTS": padded, "RANKS": rank_rows(padded), "BATCHED": batched}
         constants["num_warps"] = group_warps(padded)
         assert_no_spill(compile_kernel(group_rows_kernel, target, constants), target)
-    for width in (physical_experts + 1, physical_experts + 2):
-        constants = {"LENGTH": triton.next_power_of_2(width), "num_warps": 4}
-        assert_no_spill(compile_kernel(share_counts_kernel, target, constants, counts="*i32"), target)
 
 
 @each_target
@@ -231,6 +231,7 @@ def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
     assert of("route_rows", "BATCHED") == of("count_few_pairs", "HAS_TABLE") == {True, False}
     assert {s.constants["ALIGN"] for s in launched if s.kernel == "push_rows"} == {2, 4, 16}
     assert of("push_rows", "CHOSEN") == of("combine_rows", "CHOSEN") == of("offer_rows", "COPY") == {True, False}
+    assert of("share_counts", "HAS_WORD") == of("receive_rows", "COPY") == of("receive_rows", "FILL") == {True, False}
     # A window's signals: wait with credit, barrier, leave and spoil with poison of every size, refusal, and failure.
     assert len([s for s in launched if s.kernel == "signal"]) == 2 + 4 + 4 + 2
     # Recording has ended, and addresses are those of memory again.

@@ -15,6 +15,7 @@ from ....kernels import (
     AddressTables,
     Buffers,
     CountedPairs,
+    CountShare,
     Groups,
     PhysicalExperts,
     RowLaunch,
@@ -49,6 +50,18 @@ OPERATIONS = {
 }
 ROUTING = "routing of one dispatch, held until backward"
 """A key of `TokenTransfer.nbytes`."""
+
+
+class Shared(NamedTuple):
+    """The result of `TokenTransfer._share`."""
+
+    into: Any
+    """The receive buffers of all ranks, for `_deliver`."""
+    counted: CountedPairs | None = None
+    """Of the ids, if they were given."""
+    matrix: torch.Tensor | None = None
+    """Likewise: all ranks' counts, int32 [W, S + 1] or with more columns. Peers may write it again once the rows are
+    delivered."""
 
 
 class Delivery(NamedTuple):
@@ -155,16 +168,13 @@ class TokenTransfer:
         # What arrives in a window is copied once, straight to where it is wanted.
         own = outs if outs and self.in_windows else None
         if record is None:
-            counted = count_pairs(
-                tokens.ids, self.config.num_experts, self._physical_expert_of, self.physical_experts.count
-            )
             own = own or (self._rows_to_receive(), self._new_numbers())
-            into, matrix = yield from self._share(DISPATCH, own, counted.counts)
-            assert matrix is not None
+            into, counted, matrix = yield from self._share(DISPATCH, own, tokens.ids)
+            assert counted is not None and matrix is not None
             record = self._located(counted, matrix, (outs or own)[1])
         else:
             own = own or (self._new_rows(), self._new_numbers())  # which pooled buffer is wanted travels with counts
-            into, _ = yield from self._share(DISPATCH, own)
+            into, *_ = yield from self._share(DISPATCH, own)
             record = record._replace(weights=(outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
         yield from self._deliver(Delivery(DISPATCH, record, tokens.x, into, tokens.weights))
@@ -204,7 +214,7 @@ class TokenTransfer:
         """
         outs, of_weights = None if out is None else (out,), None
         own = outs if outs and self.in_windows else (self._new_rows(),)
-        into, _ = yield from self._share(BACKWARD, own)
+        into, *_ = yield from self._share(BACKWARD, own)
         self._fill_unused(record.groups, *(outs or own))
         delivery = Delivery(BACKWARD, record, gradient, into)
         if values is None:
@@ -221,16 +231,13 @@ class TokenTransfer:
             )
         return _copied(own, outs, record.groups)[0], of_weights
 
-    def _share(
-        self, operation: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
-    ) -> Steps[tuple[Any, torch.Tensor | None]]:
-        """Make this rank's receive buffers `own` known to peers and share `counts`, int32 [S + 1].
-
-        Returns:
-            The receive buffers of all ranks, for `_deliver`; the matrix of all ranks' counts, int32 [W, S + 1] or with
-            more columns, if counts were given. Peers may write it again once the rows are delivered.
-        """
+    def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
+        """Make this rank's receive buffers `own` known to peers, count the pairs of `ids` and share the counts."""
         raise NotImplementedError
+
+    def _count(self, ids: torch.Tensor, share: CountShare | None = None) -> CountedPairs:
+        experts = self.physical_experts.count
+        return count_pairs(ids, self.config.num_experts, self._physical_expert_of, experts, share)
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         """Store rows and weights at their destinations and zero the padding rows."""

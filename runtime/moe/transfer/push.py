@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ....kernels import Buffers, push_rows, share_counts
+from ....kernels import Buffers, CountShare, push_rows
 from ...transports.base import OneSidedTransport
 from ...transports.comm_requests import Address, Barrier
 from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord
-from .base import Delivery, Read, Steps, TokenTransfer
+from .base import Delivery, Read, Shared, Steps, TokenTransfer
 
 # Barriers of an operation after its first, added to its number.
 _LAST, _OPENED = 1, 2
@@ -38,18 +38,16 @@ class PushTransfer(TokenTransfer):
         read = config.rows * config.hidden * config.dtype.itemsize
         return {**super().nbytes(config, chunk_capacity), "expert output that peers read, during combine": read}
 
-    def _share(
-        self, operation: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
-    ) -> Steps[tuple[Any, torch.Tensor | None]]:
-        if counts is None:
-            return (yield from self._offer(operation, *own)), None
+    def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
+        if ids is None:
+            return Shared((yield from self._offer(operation, *own)))
         if self._matrix is None or self._matrices is None:
             with torch.inference_mode(False):  # written for as long as the dispatcher lives
-                self._matrix = self._empty((self.config.ranks, len(counts)), torch.int32)
+                self._matrix = self._empty((self.config.ranks, self.physical_experts.count + 1), torch.int32)
             self._matrices = (yield from self._offer(operation + _OPENED, self._matrix))[0]
-        share_counts(counts, self._matrices, self.me)
+        counted = self._count(ids, CountShare(self._matrices, self.me))
         buffers = yield from self._offer(operation, *own)
-        return buffers, self._matrix
+        return Shared(buffers, counted, self._matrix)
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         operation, record, x, (rows, *numbers), weights, take = delivery

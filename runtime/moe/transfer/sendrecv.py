@@ -21,7 +21,7 @@ from ...transports.base import TwoSidedTransport
 from ...transports.comm_requests import Transfer
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
-from .base import ROUTING, Delivery, Read, Steps, TokenTransfer
+from .base import ROUTING, Delivery, Read, Shared, Steps, TokenTransfer
 
 
 class SendRecvTransfer(TokenTransfer):
@@ -51,17 +51,16 @@ class SendRecvTransfer(TokenTransfer):
             self._row = torch.arange(self.config.rows, device=self.device)
         self._group = self.transport.group_order(self.ranks)
 
-    def _share(
-        self, operation: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
-    ) -> Steps[tuple[Any, torch.Tensor | None]]:
+    def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
         yield from ()  # a generator, as in all transfers
-        if counts is None:
-            return own, None
+        if ids is None:
+            return Shared(own)
+        counted = self._count(ids)
         ranks, ones = self.config.ranks, [1] * self.config.ranks
-        sent = counts.expand(ranks, -1).contiguous()
+        sent = counted.counts.expand(ranks, -1).contiguous()
         received = self._empty(tuple(sent.shape), torch.int32)
         yield from self._exchange(operation, sent, ones, received, ones)
-        return own, received
+        return Shared(own, counted, received)
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
         groups = self._grouped(matrix, self.physical_experts)

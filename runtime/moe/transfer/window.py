@@ -18,13 +18,13 @@ from typing import Any, cast
 
 import torch
 
-from ....kernels import Buffers, ChosenBuffers, copy_rows, offer_rows, push_rows, share_counts
+from ....kernels import Buffers, ChosenBuffers, CountShare, Groups, copy_rows, offer_rows, push_rows, receive_rows
 from ...statistics import stats
 from ...transports.buffer_pool import BufferPool, BufferPoolTransport
 from ...transports.symmetric_memory.window import ALIGNMENT, window_size
 from ..config import DispatchConfig, round_up
 from ..dispatch_record import DispatchRecord
-from .base import Delivery, Read, Steps, TokenTransfer
+from .base import Delivery, Read, Shared, Steps, TokenTransfer
 
 _LAST = 1  # the second barrier of an operation, added to its number
 
@@ -149,16 +149,14 @@ class WindowTransfer(TokenTransfer):
         rows = torch.empty(0, dtype=self.config.dtype, device=self.device)
         return rows.set_(buffer.untyped_storage(), 0, (self.config.rows, self.config.hidden), (self.config.hidden, 1))
 
-    def _share(
-        self, operation: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
-    ) -> Steps[tuple[Any, torch.Tensor | None]]:
+    def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
         yield from ()  # a generator, as in all transfers
         self._acquire()
-        if counts is None:
-            return (self._rows, own), None
-        share_counts(counts, self._matrices, self.me, self._candidate(self._pooled(own[0])))
+        if ids is None:
+            return Shared((self._rows, own))
+        counted = self._count(ids, CountShare(self._matrices, self.me, self._candidate(self._pooled(own[0]))))
         self._signal("barrier", operation)
-        return (self._wanted, own), self._matrices.tensors[self.me]
+        return Shared((self._wanted, own), counted, self._matrices.tensors[self.me])
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         yield from ()
@@ -168,13 +166,15 @@ class WindowTransfer(TokenTransfer):
         push_rows(x, record.rows, buffers, record.groups, self.me, weights, weight_buffers, padding, self.launch)
         self._signal("barrier", operation + _LAST)
         rows, numbers = self._rows.tensors[self.me], self._numbers.tensors[self.me]
+        copied = take is None and self._pooled(own[0]) is None
         if take is not None:
             take(rows)
-        elif self._pooled(own[0]) is None:
-            copy_rows(rows, own[0], num_rows)
-        if weights is not None:
-            copy_rows(numbers, own[1], num_rows)
+        given = None if weights is None else (numbers, own[1])
+        receive_rows(rows if copied else None, own[0], num_rows, self._unused_rows, given)
         self._leave(own)
+
+    def _fill_unused(self, groups: Groups, *buffers: torch.Tensor) -> None:
+        """Nothing: `_deliver` fills them with the launch that copies."""
 
     def _fetch(
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read

@@ -1,0 +1,128 @@
+"""receive_rows: copy_rows and fill_rows of received rows, and of a number for each row, in one launch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from ..errors import ArgumentError
+from .copy_rows import BLOCK, bits_of, check_buffer, copy_rows_cpu, fill_rows_cpu
+from .launch import Constants, Launches, runs_on
+from .rows import cdiv, programs_of, row_alignment, row_constants
+
+NUMBERS = tl.constexpr(1024)  # numbers at a time
+
+
+@triton.jit(do_not_specialize=["source", "target", "word", "number_word", "rows", "programs"])
+def receive_rows_kernel(
+    num_rows,  # int32 [1]
+    numbers_in,  # float32 [rows]
+    numbers_out,  # float32 [rows]
+    source: tl.int64,  # address
+    target: tl.int64,  # address
+    word: tl.int32,  # the bits of the fill value
+    number_word: tl.int32,  # likewise, of numbers
+    rows: tl.int32,
+    programs: tl.int32,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,  # bytes
+    COPY: tl.constexpr,
+    FILL: tl.constexpr,
+    HAS_NUMBERS: tl.constexpr,
+):
+    """Program i processes blocks i, i + programs, ... of the rows below num_rows, of those from there on, and of the
+    numbers."""
+    here = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+    there = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+    number = tl.load(num_rows).to(tl.int64)
+    first, step = tl.program_id(0).to(tl.int64) * COLS, programs.to(tl.int64) * COLS
+    if COPY:
+        for start in range(first, number * H, step):
+            at = start + tl.arange(0, COLS)
+            tl.store(there + at, tl.load(here + at, mask=at < number * H, other=0), mask=at < number * H)
+    if FILL:
+        end = rows.to(tl.int64) * H
+        words = tl.full([COLS], 0, WORD) + word.to(WORD)
+        for start in range(number * H + first, end, step):
+            at = start + tl.arange(0, COLS)
+            tl.store(there + at, words, mask=at < end)
+    if HAS_NUMBERS:
+        filler = tl.full([NUMBERS], 0, tl.int32) + number_word.to(tl.int32)
+        last = number
+        if FILL:
+            last = rows.to(tl.int64)
+        for start in range(tl.program_id(0).to(tl.int64) * NUMBERS, last, programs.to(tl.int64) * NUMBERS):
+            i = start + tl.arange(0, NUMBERS)
+            values = tl.load(numbers_in + i, mask=i < number, other=0.0)
+            if FILL:
+                values = tl.where(i < number, values, filler.to(tl.float32, bitcast=True))
+            tl.store(numbers_out + i, values, mask=i < last)
+
+
+def receive_rows(
+    source: torch.Tensor | None,
+    target: torch.Tensor,
+    num_rows: torch.Tensor,
+    fill: float | None,
+    numbers: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Copy the rows of `source` below `num_rows` to `target` and fill the rows from there on; numbers likewise.
+
+    Args:
+        source: as `target`; None: nothing is copied.
+        target: [R, H], 16- or 32-bit floats, contiguous.
+        num_rows: int32 [1], at most R; read on the device.
+        fill: a number, or NaN; None: nothing is filled.
+        numbers: a number for each row, float32 [R], contiguous, and where they are copied to.
+
+    Raises:
+        ArgumentError: unsupported shape, dtype or stride.
+    """
+    check_buffer("target", target, floats=True)
+    if source is not None:
+        check_buffer("source", source, target.shape)
+        if source.dtype is not target.dtype:
+            raise ArgumentError(f"source: {source.dtype}; allowed: {target.dtype}, that of target")
+    for name, x in zip(("numbers[0]", "numbers[1]"), numbers or (), strict=False):
+        if x.dtype is not torch.float32 or x.shape != target.shape[:1] or not x.is_contiguous():
+            raise ArgumentError(
+                f"{name}: {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; allowed: contiguous float32 of "
+                f"shape {tuple(target.shape[:1])}"
+            )
+    rows = len(target)
+    if not rows or (source is None and fill is None and numbers is None):
+        return
+    if not runs_on(target.device):
+        if source is not None:
+            copy_rows_cpu(source, target, num_rows)
+        if numbers is not None:
+            copy_rows_cpu(*numbers, num_rows)
+        if fill is not None:
+            for out in (target,) if numbers is None else (target, numbers[1]):
+                fill_rows_cpu(out, num_rows, fill)
+        return
+    there, here, length = target.data_ptr(), 0 if source is None else source.data_ptr(), target.numel() // rows
+    blocks = cdiv(rows, NUMBERS.value)
+    if source is not None or fill is not None:
+        blocks = max(blocks, cdiv(target.numel() * target.itemsize, BLOCK))
+    programs = programs_of(target.device, blocks)
+    words = (0, 0) if fill is None else (bits_of(fill, target.dtype), bits_of(fill, torch.float32))
+    align = row_alignment(target.dtype, length, here | there)
+    constants = _constants(target.dtype, length, align, source is not None, fill is not None, numbers is not None)
+    tensors = (num_rows, num_rows, num_rows) if numbers is None else (num_rows, *numbers)
+    _launches((programs, 1, 1), target.device, tensors, (here, there, *words, rows, programs), constants)
+
+
+_launches = Launches(receive_rows_kernel)
+
+
+@cache
+def _constants(dtype: torch.dtype, length: int, align: int, copied: bool, filled: bool, has_numbers: bool) -> Constants:
+    constants = row_constants(dtype, length, align) | {"COLS": BLOCK // dtype.itemsize, "COPY": copied}
+    constants |= {"FILL": filled, "HAS_NUMBERS": has_numbers}
+    return Constants(receive_rows_kernel, constants, num_warps=4)
