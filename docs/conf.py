@@ -19,7 +19,7 @@ NAVIGATION = {
     "README": {
         "Use": [
             "docs/concepts", "docs/getting-started", "docs/dtensor", "docs/redistribute", "docs/token-dispatch",
-            "docs/torchtitan", "docs/huggingface", "docs/benchmarking", "docs/observability", "docs/when-not-to-use",
+            "docs/several-machines", "docs/torchtitan", "docs/huggingface", "docs/benchmarking", "docs/observability", "docs/when-not-to-use",
             "docs/limits",
         ],
         "Look up": ["docs/troubleshooting", "docs/errors", "docs/environment", "docs/versions", "CHANGELOG"],
