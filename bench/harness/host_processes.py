@@ -135,14 +135,15 @@ def _switch(to_parent: Connection, ranks: list[list[int]], gigabits: float) -> N
             host, *how = content
             to_parent.send(("reply", actions[kind](f"host{host}", *how)))
 
+    ready: Any
     while True:
         for ready in connection.wait([to_parent, *hosts]):
             try:
-                message = ready.recv()  # type: ignore[union-attr]
+                message = ready.recv()
             except (EOFError, OSError):
                 if ready is to_parent:
                     return
-                to_parent.send(("gone", hosts.pop(ready)))  # type: ignore[call-overload]
+                to_parent.send(("gone", hosts.pop(ready)))
                 continue
             if ready is to_parent:
                 if message == ("quit",):
@@ -207,10 +208,11 @@ class _Host:
         configure(_address(self.host))
         shape(INTERFACE, self.gigabits)
         self.to_switch.send(("ready", self.host))
+        ready: Any
         while True:
             for ready in connection.wait([self.to_switch, *self.running]):
                 if ready is not self.to_switch:
-                    self._pass_on(ready)  # type: ignore[arg-type]
+                    self._pass_on(ready)
                     continue
                 kind, *content = self.to_switch.recv()
                 if kind == "start":

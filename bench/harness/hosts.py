@@ -24,7 +24,7 @@ from .host_processes import RankEnd, enter_hosts
 from .namespaces import HostsUnavailable, check_programs
 from .ranks import RanksFailed
 
-_START_LIMIT, _CLOSE_LIMIT = 60.0, 20.0  # seconds
+_START_LIMIT, _CLOSE_LIMIT = 120.0, 20.0  # seconds
 
 
 def why_no_hosts(context: Any = None) -> str | None:

@@ -181,7 +181,7 @@ def run(program: str, lines: str, *arguments: str) -> str:
     path = shutil.which(program, path=_PATH)
     assert path is not None, "check_programs"
     done = subprocess.run(
-        [path, *(arguments or ("-batch", "-"))], input=lines + "\n", capture_output=True, text=True, timeout=30
+        [path, *(arguments or ("-batch", "-"))], input=lines + "\n", capture_output=True, text=True, timeout=60
     )
     if done.returncode:
         what = "; ".join(filter(None, (lines.replace("\n", "; "), " ".join(arguments))))
