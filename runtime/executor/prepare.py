@@ -40,9 +40,9 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -
 
     Args:
         mesh: the mesh of the DTensors to redistribute.
-        max_bytes: the size of each window. A redistribution needs the bytes of a rank's largest shard, input or output
-            of a step, times the number of contributions that are reduced, if it pushes; `explain` shows it. One that
-            needs more allocates its own window, which is collective.
+        max_bytes: the size of each half of a window, of which there are two. A redistribution needs the bytes of a
+            rank's largest shard, input or output of a step, times the number of contributions that are reduced, if it
+            pushes; `explain` shows it. One that needs more allocates its own window, which is collective.
         transport: as for `redistribute`.
 
     Raises:

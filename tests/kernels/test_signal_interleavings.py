@@ -232,11 +232,11 @@ WRONG = {
     "the count before the fingerprint": (
         (
             "            if credit < UNLIMITED:\n"
-            "                theirs[peer][1 + (count & 1)] = _mixed(fingerprint, count)\n"
+            "                theirs[peer][1 + (count & 1)] = mixed(fingerprint, count)\n"
             "            theirs[peer][0] = count\n",
             "            theirs[peer][0] = count\n"
             "            if credit < UNLIMITED:\n"
-            "                theirs[peer][1 + (count & 1)] = _mixed(fingerprint, count)\n",
+            "                theirs[peer][1 + (count & 1)] = mixed(fingerprint, count)\n",
         ),
         {}, ("aa", "aa"), False,
     ),
@@ -245,7 +245,7 @@ WRONG = {
         ("            if seen < 0:\n", "            if wait and seen < 0:\n"), {}, ("aa", "aa"), True,
     ),
     "no fingerprints": (
-        ("elif credit == 0 and pad[slot + 1 + (goal & 1)] != _mixed(fingerprint, goal):", "elif False:"),
+        ("elif credit == 0 and pad[slot + 1 + (goal & 1)] != mixed(fingerprint, goal):", "elif False:"),
         {}, ("ab", "aa"), False,
     ),
     "a wait that a failure does not end": (("while 0 <= seen < goal", "while seen < goal"), {}, ("fa", "aa"), False),

@@ -37,7 +37,7 @@ def test_equal_bytes_past_the_cache(size: int, nbytes: int, monkeypatch: pytest.
         monkeypatch.setattr(torch.Tensor, "zero_", lambda x: gpus.log.append(("zero", x.numel())) or x.fill_(0))
         transport: Any = SimpleNamespace(
             rank=1,
-            window=lambda ranks, most: SimpleNamespace(data=windows, nbytes=nbytes),
+            window=lambda ranks, most, halves: SimpleNamespace(data=windows, nbytes=nbytes),
             signal=lambda window, use: uses.append(use),
             check=lambda: None,
             exchange_text=lambda key, ranks, text: dict.fromkeys(ranks, text),
