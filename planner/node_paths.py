@@ -27,7 +27,7 @@ def node_paths(
     """The paths from `source` to `target` in which the ranks of a node share what it receives, and add what it sends;
     with their prices.
 
-    Empty where the nodes are the product of mesh dims, for strided shards, for mesh dims that become partial, and on
+    Empty on a topology of `node_size` alone (`Topology.has_defaults`), where the nodes are the product of mesh dims, for strided shards, for mesh dims that become partial, and on
     meshes of more than `MAX_RANKS` ranks.
     """
     if not _applies(mesh, source, target, topology):
@@ -51,7 +51,7 @@ def node_paths(
 
 
 def _applies(mesh: Mesh, source: Layout, target: Layout, topology: Topology) -> bool:
-    if topology.rank_nodes is None or not 2 < mesh.size <= MAX_RANKS:
+    if topology.rank_nodes is None or topology.has_defaults or not 2 < mesh.size <= MAX_RANKS:
         return False
     if source.strided_dims or target.strided_dims:
         return False

@@ -89,7 +89,8 @@ def install(
             `redistribute_cost` returns microseconds on `topology`; 0 where nothing is communicated; and torch's own
             number where shardweave has none (counted in `stats().delegations` under "price: ").
         topology: the links between ranks that programs are planned for and that `costs` are computed on. None: plans
-            minimise bytes, and costs are those of `NVLINK_NODE`, on which all ranks share one node.
+            are for the topology that ranks on several machines find, and minimise bytes on one machine; costs are those
+            of `NVLINK_NODE`, on which all ranks share one node.
         reduction: "ordered": values are reduced in ascending order of ranks, 16-bit floats accumulate in float32, and
             replicas are bitwise equal. "fast": where ranks exchange through torch.distributed, its backend computes
             sums and products in any order; max and min, which may lose NaN there, are reduced as in "ordered".

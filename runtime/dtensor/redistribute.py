@@ -73,7 +73,8 @@ def redistribute(
             between them); "symmetric_memory" (ranks of one node meet on the device; those of several also send). None:
             chosen by what the ranks share. The environment variable `SHARDWEAVE_TRANSPORT` has the same effect.
         topology: the links between ranks that the program is planned for; the same on all ranks. None: the topology of
-            `install`, otherwise plans minimise bytes.
+            `install`, otherwise the one that ranks on several machines find (`explain` shows it); on one machine plans
+            minimise bytes.
         reduction: "ordered" or "fast", as for `install`. None: the value of `install`.
 
     Under torch.compile, torch's own redistribution is traced instead, which supports placements and dtypes only.
