@@ -27,8 +27,8 @@ def node_paths(
     """The paths from `source` to `target` in which the ranks of a node share what it receives, and add what it sends;
     with their prices.
 
-    Empty on a topology of `node_size` alone (`Topology.has_defaults`), where the nodes are the product of mesh dims, for strided shards, for mesh dims that become partial, and on
-    meshes of more than `MAX_RANKS` ranks.
+    Empty on a topology of `node_size` alone (`Topology.has_defaults`), where the nodes are the product of mesh dims,
+    for strided shards, for mesh dims that become partial, and on meshes of more than `MAX_RANKS` ranks.
     """
     if not _applies(mesh, source, target, topology):
         return []
