@@ -6,8 +6,7 @@ copies what arrived, and leaves. With its counts a rank sends which buffer it wa
 buffers (`BufferPool`), where they stay, or, while all of these are in use, the window. Reading from peers copies the
 values into the own window, has a barrier, reads the peers' windows and leaves. Values that lie in a pooled buffer which
 was lent to the experts are not copied: before the barrier each rank sends where its values are. The host neither waits
-for peers nor reads device values. Consecutive dispatches, and redistributions among the same ranks, take turns with one
-window.
+for peers nor reads device values. Consecutive dispatches take turns with one window.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class WindowTransfer(TokenTransfer):
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
-        window = "window, which dispatches and redistributions among these ranks share"
+        window = "window, which dispatchers among these ranks share"
         purposes = {**super().nbytes(config, chunk_capacity), window: window_size(window_nbytes(config), exact=True)}
         if uses_buffer_pool(config):
             pooled = f"buffers that peers write rows into, pooled_buffers={config.pooled_buffers}"

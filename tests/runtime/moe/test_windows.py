@@ -64,7 +64,7 @@ def test_interpreted_kernels_equal_virtual_ranks(size: int) -> None:
 
 
 def among_others(rank: int) -> list[bytes]:
-    """Two dispatchers and a redistribution take turns with one window; windows are made at construction only."""
+    """Two dispatchers take turns with one window, and with a redistribution; windows are made at construction only."""
     transport = transport_of("cpu")
     first, second = (
         TokenDispatcher(**SETTINGS, save=save, transport="symmetric_memory") for save in ("buffer", "copy")
@@ -99,7 +99,7 @@ def combined(rank: int, transport: str, name: str) -> list[bytes]:
     return collected
 
 
-def test_dispatchers_and_redistributions_share_a_window() -> None:
+def test_dispatchers_share_a_window_beside_redistributions() -> None:
     assert run_ranks(among_others, 4) == run_ranks(combined, 4, "shared_memory", "shared_memory")
 
 
