@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from shardweave.errors import ArgumentError, shown
-from shardweave.kernels.rows import PAYLOADS
+from shardweave.kernels.tokens.rows import PAYLOADS
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.report import explain, to_dict
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer, with_splits

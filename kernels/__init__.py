@@ -5,26 +5,26 @@ from __future__ import annotations
 from .addresses import AddressTables
 from .boxes import SourceRows, StridedBoxes, TargetRows, Where, source_views, target_views
 from .channel import SLOT, UNLIMITED, Channel, Code, Failure, pack
-from .combine_rows import combine_rows, gather_values
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
-from .copy_rows import copy_rows, fill_rows
-from .count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, CountShare, count_pairs
-from .group_rows import Groups, PhysicalExperts, group_rows
 from .launch import interpreted, on_device, uploaded
-from .locate_rows import MOST_K, locate_rows
-from .offer_rows import offer_rows
-from .pairs_cpu import Pairs
-from .push_rows import padding_rows, push_rows
-from .receive_rows import receive_rows
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
 from .reduce_cpu import reduce_views
-from .route_rows import route_rows
-from .rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
 from .signal import build_signal, signal, wait_limit
-from .silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tiling import Launch, LaunchConfig
-from .weigh_rows import weigh_rows
+from .tokens.combine_rows import combine_rows, gather_values
+from .tokens.copy_rows import copy_rows, fill_rows
+from .tokens.count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, CountShare, count_pairs
+from .tokens.group_rows import Groups, PhysicalExperts, group_rows
+from .tokens.locate_rows import MOST_K, locate_rows
+from .tokens.offer_rows import offer_rows
+from .tokens.pairs_cpu import Pairs
+from .tokens.push_rows import padding_rows, push_rows
+from .tokens.receive_rows import receive_rows
+from .tokens.route_rows import route_rows
+from .tokens.rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
+from .tokens.silu_and_mul import silu_and_mul, silu_and_mul_backward
+from .tokens.weigh_rows import weigh_rows
 from .window_boxes import run_in_window, window_table
 from .window_use import HALVES, Turn, Watch, WindowUse
 

@@ -24,7 +24,7 @@ from shardweave.kernels import (
     push_rows,
     route_rows,
 )
-from shardweave.kernels.group_rows import PhysicalExperts
+from shardweave.kernels.tokens.group_rows import PhysicalExperts
 
 FEW_SETS = 4  # of inputs; a router has just written them, so they may be in the cache
 

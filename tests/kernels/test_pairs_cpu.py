@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardweave.kernels.pairs_cpu import Pairs
-from shardweave.kernels.rows import TokenRows
+from shardweave.kernels.tokens.pairs_cpu import Pairs
+from shardweave.kernels.tokens.rows import TokenRows
 
 pytestmark = pytest.mark.plan
 

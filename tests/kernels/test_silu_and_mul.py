@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 from shardweave.errors import ArgumentError
 from shardweave.kernels.dtypes import ELEMENTS
-from shardweave.kernels.silu_and_mul import (
+from shardweave.kernels.tokens.silu_and_mul import (
     silu_and_mul,
     silu_and_mul_backward,
     silu_and_mul_backward_kernel,
@@ -78,7 +78,7 @@ def test_silu_and_mul(device, dtype, length):
 def test_silu_and_mul_cpu(dtype, length, monkeypatch):
     """In one piece and in several."""
     check(dtype, length, "cpu")
-    module = sys.modules["shardweave.kernels.silu_and_mul"]
+    module = sys.modules["shardweave.kernels.tokens.silu_and_mul"]
     monkeypatch.setattr(module, "CHUNK", 6 * length)
     check(dtype, length, "cpu")
 

@@ -14,16 +14,16 @@ from token_cases import POISON, Case, even_bounds, routing
 
 from shardweave.errors import ArgumentError
 from shardweave.kernels.addresses import KEPT_TABLES, AddressTables
-from shardweave.kernels.combine_rows import combine_rows, combine_rows_reference, gather_values
-from shardweave.kernels.copy_rows import copy_rows, fill_rows
-from shardweave.kernels.count_pairs import CountedPairs, CountShare, count_pairs
-from shardweave.kernels.group_rows import Groups, PhysicalExperts, group_rows
-from shardweave.kernels.locate_rows import locate_rows
-from shardweave.kernels.push_rows import push_rows, push_rows_reference
-from shardweave.kernels.receive_rows import receive_rows
-from shardweave.kernels.route_rows import route_rows
-from shardweave.kernels.rows import Buffers, ChosenBuffers, RowLaunch, TokenRows
-from shardweave.kernels.weigh_rows import weigh_rows
+from shardweave.kernels.tokens.combine_rows import combine_rows, combine_rows_reference, gather_values
+from shardweave.kernels.tokens.copy_rows import copy_rows, fill_rows
+from shardweave.kernels.tokens.count_pairs import CountedPairs, CountShare, count_pairs
+from shardweave.kernels.tokens.group_rows import Groups, PhysicalExperts, group_rows
+from shardweave.kernels.tokens.locate_rows import locate_rows
+from shardweave.kernels.tokens.push_rows import push_rows, push_rows_reference
+from shardweave.kernels.tokens.receive_rows import receive_rows
+from shardweave.kernels.tokens.route_rows import route_rows
+from shardweave.kernels.tokens.rows import Buffers, ChosenBuffers, RowLaunch, TokenRows
+from shardweave.kernels.tokens.weigh_rows import weigh_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KINDS = ("uniform", "zipf", "hot", "none", "odd")
@@ -116,7 +116,7 @@ def test_count_pairs(device, tokens, k, experts, dtype):
 
 def test_count_pairs_of_many_blocks(device, monkeypatch):
     """More ids than blocks, so that each ranks several times; replicated experts and strided ids."""
-    monkeypatch.setattr(sys.modules["shardweave.kernels.count_pairs"], "MOST_BLOCKS", 3)
+    monkeypatch.setattr(sys.modules["shardweave.kernels.tokens.count_pairs"], "MOST_BLOCKS", 3)
     rng = np.random.default_rng(5)
     physical_expert_of = [rng.permutation(17)[:11]]
     case = Case([routing(rng, "odd", 371, 5, 11)], 11, (0, 17), physical_expert_of=physical_expert_of).solve()
@@ -179,7 +179,7 @@ def routed_in_one_launch(
 @pytest.mark.parametrize("programs", [1, 2])
 def test_route_rows_with_few_programs(device, monkeypatch, programs):
     """Each locates several blocks of tokens."""
-    monkeypatch.setattr(sys.modules["shardweave.kernels.route_rows"], "MOST_PROGRAMS", programs)
+    monkeypatch.setattr(sys.modules["shardweave.kernels.tokens.route_rows"], "MOST_PROGRAMS", programs)
     case = random_case(np.random.default_rng(7), "odd", k=6, tokens=[37, 0, 65], experts=8)
     physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
     for rank in range(case.ranks):
@@ -336,7 +336,7 @@ def check_push(
 @each_case
 def test_push_rows_cpu_by_runs(kind, given, monkeypatch):
     """The CPU path for rows that do not fit the cache."""
-    monkeypatch.setattr(sys.modules["shardweave.kernels.push_rows"], "CHUNK", 0)
+    monkeypatch.setattr(sys.modules["shardweave.kernels.tokens.push_rows"], "CHUNK", 0)
     rng = np.random.default_rng(7)
     check_push(rng, random_case(rng, kind, **given), torch.bfloat16, 5, "cpu")
 
@@ -421,7 +421,7 @@ def check_combine(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidd
 
 @pytest.mark.parametrize("hidden", [1024, 2500], ids=str)
 def test_combine_rows_of_several_blocks(device, hidden, monkeypatch):
-    monkeypatch.setattr(sys.modules["shardweave.kernels.combine_rows"], "CHUNK", 2048)
+    monkeypatch.setattr(sys.modules["shardweave.kernels.tokens.combine_rows"], "CHUNK", 2048)
     rng = np.random.default_rng(1)
     check_combine(rng, random_case(rng, "odd", k=5, tokens=[2, 1, 0]), torch.bfloat16, hidden, device)
 

@@ -14,9 +14,10 @@ from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import KERNELS, Layer, Specialisation, dispatches, specialisations
-from shardweave.kernels.combine_rows import combine_rows_kernel, gather_values_kernel
-from shardweave.kernels.copy_rows import copy_rows_kernel, fill_rows_kernel
-from shardweave.kernels.count_pairs import (
+from shardweave.kernels.dtypes import ELEMENTS
+from shardweave.kernels.tokens.combine_rows import combine_rows_kernel, gather_values_kernel
+from shardweave.kernels.tokens.copy_rows import copy_rows_kernel, fill_rows_kernel
+from shardweave.kernels.tokens.count_pairs import (
     MOST_PHYSICAL_EXPERTS,
     count_few_pairs_kernel,
     count_pairs_kernel,
@@ -25,13 +26,12 @@ from shardweave.kernels.count_pairs import (
     place_rows_kernel,
     share_counts_kernel,
 )
-from shardweave.kernels.dtypes import ELEMENTS
-from shardweave.kernels.group_rows import group_rows_kernel, group_warps, rank_rows
-from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
-from shardweave.kernels.push_rows import push_rows_kernel
-from shardweave.kernels.route_rows import route_rows_kernel
-from shardweave.kernels.rows import RowLaunch, row_constants
-from shardweave.kernels.weigh_rows import weigh_rows_kernel
+from shardweave.kernels.tokens.group_rows import group_rows_kernel, group_warps, rank_rows
+from shardweave.kernels.tokens.locate_rows import locate_rows_kernel, tokens_at_a_time
+from shardweave.kernels.tokens.push_rows import push_rows_kernel
+from shardweave.kernels.tokens.route_rows import route_rows_kernel
+from shardweave.kernels.tokens.rows import RowLaunch, row_constants
+from shardweave.kernels.tokens.weigh_rows import weigh_rows_kernel
 
 pytestmark = pytest.mark.aot
 

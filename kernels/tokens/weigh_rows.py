@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .dtypes import ELEMENTS, decode, encode
-from .launch import Constants, Launches, interpreted, runs_on
+from ..dtypes import ELEMENTS, decode, encode
+from ..launch import Constants, Launches, interpreted, runs_on
 from .rows import CHUNK, RowLaunch, check_rows, programs_of, row_alignment, row_constants
 
 

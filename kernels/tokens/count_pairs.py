@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
-from .launch import Constants, Launches, runs_on
+from ...errors import ArgumentError
+from ..launch import Constants, Launches, runs_on
 from .rows import Buffers, cdiv, power_of_two
 
 BLOCK = tl.constexpr(256)  # ids ranked at a time

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
+from ..launch import Constants, Launches, runs_on
 from .count_pairs import CountedPairs
 from .group_rows import (
     Groups,
@@ -24,7 +25,6 @@ from .group_rows import (
     rank_rows,
     store_groups,
 )
-from .launch import Constants, Launches, runs_on
 from .locate_rows import check_top_k, locate_rows_cpu, store_located, tokens_at_a_time
 from .rows import TokenRows, cdiv, power_of_two
 

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
-from .dtypes import ELEMENTS, decode, encode
-from .launch import Constants, Launches, interpreted, runs_on
+from ...errors import ArgumentError
+from ..dtypes import ELEMENTS, decode, encode
+from ..launch import Constants, Launches, interpreted, runs_on
 from .rows import (
     CHUNK,
     PAYLOADS,

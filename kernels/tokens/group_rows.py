@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
-from .launch import Constants, Launches, runs_on
+from ...errors import ArgumentError
+from ..launch import Constants, Launches, runs_on
 from .rows import power_of_two
 
 NO_LIMIT = (1 << 31) - 1

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
-from .addresses import AddressTables
-from .dtypes import WORDS
-from .launch import processors_of
+from ...errors import ArgumentError
+from ..addresses import AddressTables
+from ..dtypes import WORDS
+from ..launch import processors_of
 from .pairs_cpu import Pairs
 
 VECTOR = 16  # bytes of the widest access

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
-from .dtypes import pattern
-from .launch import Constants, Launches, runs_on
+from ...errors import ArgumentError
+from ..dtypes import pattern
+from ..launch import Constants, Launches, runs_on
 from .rows import cdiv, programs_of, row_alignment, row_constants
 
 BLOCK = 4096  # bytes of a step: two 16-byte accesses for each of 128 threads

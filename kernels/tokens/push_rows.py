@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
+from ..launch import Constants, Launches, runs_on
 from .group_rows import Groups
-from .launch import Constants, Launches, runs_on
 from .rows import (
     CHUNK,
     Buffers,

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
+from ..launch import Constants, Launches, runs_on
 from .group_rows import Groups, PhysicalExperts
-from .launch import Constants, Launches, runs_on
 from .pairs_cpu import Pairs
 from .rows import TokenRows, cdiv, power_of_two
 

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
+from ..launch import Constants, Launches, runs_on
 from .copy_rows import BLOCK, bits_of, check_buffer, copy_rows_cpu, fill_rows_cpu
-from .launch import Constants, Launches, runs_on
 from .rows import cdiv, programs_of, row_alignment, row_constants
 
 NUMBERS = tl.constexpr(1024)  # numbers at a time

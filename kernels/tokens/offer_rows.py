@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import Constants, Launches, runs_on
 from .copy_rows import BLOCK, check_buffer, copy_rows_cpu
-from .launch import Constants, Launches, runs_on
 from .rows import Buffers, cdiv, programs_of, row_alignment, row_constants
 
 

@@ -1,0 +1,1 @@
+"""Triton kernels that count, place, move and add rows of tokens."""
