@@ -50,8 +50,8 @@ from shardweave.runtime.transports.symmetric_memory.window import Window, pad_by
 
 KERNELS = {
     name.removesuffix("_kernel"): kernel
-    for module in pkgutil.iter_modules(shardweave.kernels.__path__)
-    for name, kernel in vars(import_module(f"shardweave.kernels.{module.name}")).items()
+    for module in pkgutil.walk_packages(shardweave.kernels.__path__, "shardweave.kernels.")
+    for name, kernel in vars(import_module(module.name)).items()
     if name.endswith("_kernel")
 }
 """Every kernel that there is."""

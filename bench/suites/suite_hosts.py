@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardweave
@@ -29,6 +30,7 @@ from shardweave.bench.harness.namespaces import HostsUnavailable
 from shardweave.bench.suites.rank_rows import put, result
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
 from shardweave.bench.workloads import Workload, load_workloads
+from shardweave.runtime.transports.select import current_transports
 
 SUITE = "hosts"
 HOSTS = [[0, 1], [2, 3]]
@@ -134,7 +136,8 @@ def _redistributed(case: Case, mesh: DeviceMesh, rounds: int, rank: int) -> dict
     if "/" not in case.source_text + case.target_text and "P" not in case.target_text:
         texts = case.source_text, case.target_text
         bound = least_bytes(sizes, _HOST_OF, case.shape, *texts, itemsize)[host]
-    program = shardweave.plan(mesh, case.shape, case.dtype, case.source_text, case.target_text)
+    topology = current_transports().find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
+    program = shardweave.plan(mesh, case.shape, case.dtype, case.source_text, case.target_text, topology=topology)
     return result(
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),
         faults={side: fault for side, fault in faults.items() if fault},

@@ -8,7 +8,7 @@ import platform
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -198,9 +198,7 @@ class Transports:
         """
         requested = requested or requested_transport()
         check_name(requested)
-        recorder = flight_recorder.current
-        call = self.rendezvous.next_call(ranks, "choosing a transport")
-        with nullcontext() if recorder is None else recorder.attempt(call):
+        with self._attempt(ranks, "choosing a transport"):
             name, why = choose_transport(
                 requested, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, requested),
                 no_messages=self._find_obstacle(device.type), node_size=self._node_size,
@@ -212,6 +210,11 @@ class Transports:
                 logging.INFO if self.rank == min(ranks) else logging.DEBUG, "ranks %s exchange by %s", ranks, text
             )
         return self._transport(name, device), why
+
+    def _attempt(self, ranks: tuple[int, ...], description: str) -> AbstractContextManager[object]:
+        """A context in which the flight recorder has this rank in a call of `ranks`, if it waits."""
+        recorder = flight_recorder.current
+        return nullcontext() if recorder is None else recorder.attempt(self.rendezvous.next_call(ranks, description))
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended."""
@@ -235,7 +238,8 @@ class Transports:
         """
         key = ranks, device.type
         if key not in self._topologies:
-            topology = self._topologies[key] = self._new_topology(ranks, device)
+            with self._attempt(ranks, "finding the topology"):
+                topology = self._topologies[key] = self._new_topology(ranks, device)
             if topology is not None:
                 level = logging.INFO if self.rank == ranks[0] else logging.DEBUG
                 _logger.log(level, "ranks %s have the topology %s: %s", ranks, topology.name, topology.origin)

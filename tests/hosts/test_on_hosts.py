@@ -25,6 +25,7 @@ from shardweave.bench.harness.hosts import Hosts
 from shardweave.bench.harness.link_bytes import bytes_received, least_bytes, most_counted, planned_bytes
 from shardweave.bench.harness.namespaces import SHARED
 from shardweave.bench.workloads import Workload
+from shardweave.runtime.transports.select import current_transports
 
 pytestmark = pytest.mark.multi
 
@@ -127,7 +128,9 @@ def check_everything(
     assert [of_rank["bits"] for of_rank in found] == virtual_rounds(size)
     for of_rank in found:
         calls, from_expected, from_stock, from_exact = of_rank["training"]
-        assert sum(calls.values()) and from_expected == 0 and max(from_stock, from_exact) < 1e-5, of_rank["training"]
+        assert sum(calls.values()) and max(from_stock, from_exact) < 1e-5, of_rank["training"]
+        # Expected are sums in order of rank; on a 1-D mesh the ranks of a host add first.
+        assert from_expected == 0 or len(mesh) == 1, of_rank["training"]
         of_all = of_rank["transports"][tuple(range(size))]
         assert of_all == f"hierarchical: {size} ranks are on {len(ranks)} machines"
 
@@ -169,7 +172,8 @@ def link_bytes(rank: int, mesh_shape: tuple[int, ...], host_of: list[int]) -> di
 
         counted = bytes_received(call)
         assert case.fault(outputs[0].to_local(), pairwise=False) is None, (rank, name)
-        program = shardweave.plan(mesh, shape, "float32", source, target)
+        topology = current_transports().find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
+        program = shardweave.plan(mesh, shape, "float32", source, target, topology=topology)
         every = planned_bytes(program, host_of, 4), least_bytes(mesh_shape, host_of, shape, source, target, 4)
         planned, least = (of_host[host_of[rank]] for of_host in every)
         found[name] = counted, planned, least
