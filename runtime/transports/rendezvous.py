@@ -134,7 +134,7 @@ class Rendezvous:
         return fingerprint
 
     @contextmanager
-    def making_ready(self, ranks: Ranks, description: Callable[[], str]) -> Iterator[None]:
+    def making_ready(self, ranks: Ranks, description: str | Callable[[], str]) -> Iterator[None]:
         """A context in which the next call of `ranks` is prepared, where ranks may wait for each other."""
         before = self.call
         self.call = self.next_call(ranks, description)

@@ -235,7 +235,9 @@ class Transports:
         """
         key = ranks, device.type
         if key not in self._topologies:
-            topology = self._topologies[key] = self._new_topology(ranks, device)
+            # A rank that refuses its arguments publishes no figures.
+            with self.rendezvous.making_ready(ranks, "finding the topology"):
+                topology = self._topologies[key] = self._new_topology(ranks, device)
             if topology is not None:
                 level = logging.INFO if self.rank == ranks[0] else logging.DEBUG
                 _logger.log(level, "ranks %s have the topology %s: %s", ranks, topology.name, topology.origin)

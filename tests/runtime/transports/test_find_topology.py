@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
-from shardweave.errors import ArgumentError
+from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import MachineFigures, found_topology
 from shardweave.runtime.transports import machine_figures, select
 from shardweave.runtime.transports.calibration_cache import (
@@ -82,6 +83,28 @@ def test_ranks_of_uneven_hosts_find_same_topology(hosts: str, tmp_path: Path) ->
 def test_ranks_of_one_host_find_none(tmp_path: Path) -> None:
     for topology, _, texts in run_ranks(on_hosts, 2, "aa", str(tmp_path)):
         assert topology is None and not any("topology" in text for text in texts)
+
+
+def refused_by_other_host(rank: int) -> str:
+    """The error of a rank whose first request with another host is refused there."""
+    inside, across = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    if rank < 2:
+        terms = DTensor.from_local(torch.ones(4, 4), inside, [Partial()], run_check=False)
+        shardweave.redistribute(terms, [Replicate()])
+    dist.barrier()
+    if rank == 0:
+        return ""
+    sharded = DTensor.from_local(torch.ones(2, 4), across, [Shard(0)], run_check=False)
+    with pytest.raises((ArgumentError, DisagreementError)) as error:
+        shardweave.redistribute(sharded, [Shard(9) if rank == 2 else Replicate()])
+    return str(error.value)
+
+
+@pytest.mark.multi
+def test_refusal_ends_wait_for_figures() -> None:
+    environment = {"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "30"}
+    error = run_ranks(refused_by_other_host, 3, environment=environment)[1]
+    assert error.startswith("rank 2 refused its arguments in a call of ranks of (1, 2)"), error
 
 
 @pytest.mark.plan
