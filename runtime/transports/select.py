@@ -250,10 +250,9 @@ class Transports:
             first_ranks.setdefault(node, rank)
         if len(first_ranks) == 1 or any(machine == _UNKNOWN for machine, _ in nodes):
             return None
-        store = self.rendezvous.store
         if device.type not in self._published_figures:
+            self.rendezvous.write(_figures_key(device.type, self.rank), to_text(machine_figures(device)))
             self._published_figures.add(device.type)
-            store.set(_figures_key(device.type, self.rank), to_text(machine_figures(device)))
         read = (self.rendezvous.read(_figures_key(device.type, rank), rank) for rank in first_ranks.values())
         figures = [from_text(text) for text in dict.fromkeys(read)]
         number = {node: i for i, node in enumerate(first_ranks)}
@@ -314,13 +313,11 @@ class Transports:
 
     def _read_nodes(self, ranks: Sequence[int]) -> None:
         """Read the nodes of many ranks at once, if all have published theirs."""
-        store: Any = self.rendezvous.store
         missing = [rank for rank in ranks if rank not in self._nodes]
-        keys = [_machine_key(rank) for rank in missing]
-        with suppress(dist.DistError):  # reading them one by one names the rank that is gone
-            if len(keys) > 1 and store.has_extended_api() and store.check(keys):
-                for rank, text in zip(missing, store.multi_get(keys), strict=True):
-                    self._nodes[rank] = self._parsed_node(rank, text.decode())
+        # If it fails, reading them one by one names the rank that is gone.
+        if len(missing) > 1 and (texts := self.rendezvous.read_written([_machine_key(rank) for rank in missing])):
+            for rank, text in zip(missing, texts, strict=True):
+                self._nodes[rank] = self._parsed_node(rank, text)
 
     def _node_of(self, rank: int) -> tuple[str, int]:
         """The machine and pretended node of a rank.
