@@ -191,3 +191,48 @@ def test_file_of_another_user_is_ignored(
     with caplog.at_level(logging.WARNING, "shardweave"):
         assert read_calibration("mine") is None
     assert "allowed: user 12345" in caplog.text
+
+
+@pytest.mark.plan
+def test_no_home_directory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert machine_figures.machine_figures(CPU).measured is None and not caplog.records
+    with pytest.raises(FileNotFoundError, match="Set XDG_CACHE_HOME"):
+        keep_calibration("mine", MEASURED)
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("speed", "gigabytes"),
+    [(b"25000", 3.125), (b"-1", None), (b"4294967295", None), (b"0", None), (b"", None), (b"\xff\xfe", None)],
+)
+def test_speed_of_ethernet(
+    speed: bytes, gigabytes: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "eth7").mkdir()
+    (tmp_path / "eth7" / "speed").write_bytes(speed)
+    (tmp_path / "route").write_text("Iface\tDestination\neth7\t00000000\n")
+    monkeypatch.setattr(machine_figures, "_NETWORKS", tmp_path)
+    monkeypatch.setattr(machine_figures, "_ROUTES", tmp_path / "route")
+    for named in ("eth7,eth8", "absent", "", "a" * 5000):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+        found = machine_figures.machine_figures(CPU).nic_gigabytes_per_s
+        assert found == (None if len(named) > 255 else gigabytes)
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("rate", "rates"), [("400 Gb/sec (4X NDR)", [50.0]), ("", []), ("nan", []), ("inf Gb/sec", []), ("0 Gb/sec", [])]
+)
+def test_rates_of_rdma_ports(rate: str, rates: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for port, state in (("1", "4: ACTIVE"), ("2", "1: DOWN")):
+        folder = tmp_path / "mlx5_0" / "ports" / port
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(state)
+        (folder / "rate").write_text(rate)
+    monkeypatch.setattr(machine_figures, "_RDMA", tmp_path)
+    assert machine_figures._rdma_bandwidths() == rates
