@@ -63,7 +63,9 @@ def _ethernet_bandwidth(variable: str) -> float | None:
     """The bandwidth of the interface that an environment variable names, or that has the default route, in 1e9 bytes
     per second; None if the kernel does not know it, as for most virtual interfaces."""
     with suppress(OSError, ValueError):
-        name = (os.environ.get(variable) or "").split(",")[0].lstrip("^=")
+        name = (os.environ.get(variable) or "").split(",")[0].removeprefix("=")
+        if name.startswith("^"):  # those that are not used
+            name = ""
         if not (_NETWORKS / name / "speed").is_file() or not name:
             name = _default_interface() or ""
         rate = int((_NETWORKS / name / "speed").read_text()) / 8e3 if name else 0

@@ -218,7 +218,9 @@ def test_speed_of_ethernet(
     (tmp_path / "route").write_text("Iface\tDestination\neth7\t00000000\n")
     monkeypatch.setattr(machine_figures, "_NETWORKS", tmp_path)
     monkeypatch.setattr(machine_figures, "_ROUTES", tmp_path / "route")
-    for named in ("eth7,eth8", "absent", "", "a" * 5000):
+    (tmp_path / "docker0").mkdir()
+    (tmp_path / "docker0" / "speed").write_text("10000")
+    for named in ("eth7,eth8", "=eth7", "^docker0", "absent", "", "a" * 5000):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
         found = machine_figures.machine_figures(CPU).nic_gigabytes_per_s
         assert found == (None if len(named) > 255 else gigabytes)
