@@ -169,8 +169,8 @@ def explain(
     """Describe what `redistribute` does with the same arguments on this rank, without moving data: the steps of the
     program with their bytes, the transport, and the algorithm of each step with the reason for it.
 
-    Every rank of the mesh must call it, or have redistributed before: the choice of the transport depends on what each
-    rank has posted.
+    Every rank of the mesh must call it, or have made the same redistribution before: the choice of the transport, and
+    the topology of several machines, depend on what each rank has posted.
 
     Args:
         dtensor, placements, device_mesh, shard_order, transport, topology, reduction: as for `redistribute`.
