@@ -199,8 +199,9 @@ def bind(
     """Plan what `redistribute` does with the same arguments, compile its kernels and upload their tables, without
     moving data. After `prepare` and `bind`, the first call may be captured in a CUDA graph.
 
-    Applies to DTensors of the same layout, shape, dtype, strides and alignment. Collective where ranks meet on the
-    device and `prepare` has not allocated a symmetric buffer that is large enough.
+    Applies to DTensors of the same layout, shape, dtype, strides and alignment. Without `prepare`, it is collective for
+    ranks of several machines, which find their topology the first time, and where ranks meet on the device and no
+    symmetric buffer is large enough.
 
     Args:
         dtensor, placements, device_mesh, shard_order, forward_dtype, transport, topology, reduction: as for
@@ -208,7 +209,7 @@ def bind(
 
     Raises:
         ArgumentError, UnsupportedError: as `redistribute`.
-        TransportError: a rank that must allocate a symmetric buffer as well did not arrive.
+        TransportError: a rank that must take part did not arrive.
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")

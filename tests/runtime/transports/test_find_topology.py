@@ -107,6 +107,22 @@ def test_refusal_ends_wait_for_figures() -> None:
     assert error.startswith("rank 2 refused its arguments in a call of ranks of (1, 2)"), error
 
 
+def after_prepare(rank: int) -> str:
+    """What one rank explains after `prepare`, while the others do nothing."""
+    mesh = init_device_mesh("cpu", (3,))
+    shardweave.prepare(mesh, 1 << 10)
+    sharded = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+    text = shardweave.explain(sharded, [Replicate()]) if rank == 0 else ""
+    dist.barrier()
+    return text
+
+
+@pytest.mark.multi
+def test_prepare_finds_topology() -> None:
+    environment = {"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "30"}
+    assert "\n  topology found: " in run_ranks(after_prepare, 3, environment=environment)[0]
+
+
 @pytest.mark.plan
 def test_figures_of_table_and_of_calibrate() -> None:
     cpu = MachineFigures("cpu", nic_gigabytes_per_s=2.5)
