@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -283,6 +283,19 @@ class Rendezvous:
                 wait.poll([rank])
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
+
+    def read_each(self, keys: Mapping[int, str]) -> list[str]:
+        """`read` a key of each of several ranks; those that are written in one request.
+
+        Raises:
+            MeetingTimeoutError, PeerError, DisagreementError: as `read`.
+        """
+        texts: list[str] = []
+        for rank, key in keys.items():
+            if written := self.read_written(list(keys.values())[len(texts) :]):
+                return texts + written
+            texts.append(self.read(key, rank))  # once it is there, the others may be as well
+        return texts
 
     def read_written(self, keys: Sequence[str]) -> list[str] | None:
         """The values of several keys in one request; None if one of them is not written yet, or if the store has no

@@ -253,8 +253,8 @@ class Transports:
         if device.type not in self._published_figures:
             self.rendezvous.write(_figures_key(device.type, self.rank), to_text(machine_figures(device)))
             self._published_figures.add(device.type)
-        read = (self.rendezvous.read(_figures_key(device.type, rank), rank) for rank in first_ranks.values())
-        figures = [from_text(text) for text in dict.fromkeys(read)]
+        keys = {rank: _figures_key(device.type, rank) for rank in first_ranks.values()}
+        figures = [from_text(text) for text in dict.fromkeys(self.rendezvous.read_each(keys))]
         number = {node: i for i, node in enumerate(first_ranks)}
         by_rank = [-1] * (ranks[-1] + 1)
         for rank, node in zip(ranks, nodes, strict=True):

@@ -73,9 +73,10 @@ class CutOff:
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
-        self.connected, self.end = True, threading.Event()
+        self.connected, self.end, self.asked = True, threading.Event(), 0
 
     def _answer(self) -> None:
+        self.asked += 1
         assert self.connected or self.end.wait(30)
 
     def has_extended_api(self) -> bool:
@@ -101,6 +102,9 @@ def test_reads_and_writes_of_ranks_end_in_time() -> None:
     assert rendezvous.read_written(["a", "b"]) is None
     rendezvous.write("b", "2")
     assert rendezvous.read_written(["a", "b"]) == ["1", "2"]
+    store.asked = 0
+    assert rendezvous.read_each({rank: "ab"[rank % 2] for rank in range(100)}) == ["1", "2"] * 50
+    assert store.asked == 2 and rendezvous.read_each({}) == []
     store.connected = False
     assert rendezvous.read_written(["a", "b"]) is None
     with pytest.raises(PeerError, match="the store is gone"):
