@@ -112,7 +112,7 @@ def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], options: Redis
 def _bind(
     specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], options: RedistributeOptions
 ) -> Call:
-    """Plan and bind a batch. Communicates nothing."""
+    """Plan and bind a batch. Communicates nothing, apart from what finding a topology does."""
     device = locals_[0].device
     check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), options.transport)
     rank = dist.get_rank()
@@ -123,15 +123,15 @@ def _bind(
         shape = tuple(source.tensor_meta.shape)
         requests.append(Request(mesh_of(source.mesh), shape, dtype_name(x.dtype), *layouts, mesh_of(target.mesh)))
     batch = plan_batch(requests, rank=rank, topology=options.topology)
-    if options.topology is None and batch.exchanges:
-        found = found_topology_of(batch.everyone, device)
-        if found is not None:
-            batch = plan_batch(requests, rank=rank, topology=found)
     for program in batch.programs:
         check_ranks(program.mesh)
     participants = batch.participants(rank)
     if rank not in participants:
         return Call(None, None, ())  # this rank is in none of the meshes
+    if options.topology is None and batch.exchanges:
+        found = found_topology_of(batch.everyone, device)
+        if found is not None:
+            batch = plan_batch(requests, rank=rank, topology=found)
     transport, _ = transport_for(
         participants, device, options.transport, *(spec.mesh for pair in specs for spec in pair)
     )

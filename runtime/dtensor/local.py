@@ -106,7 +106,7 @@ def _key(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: Re
 
 def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> Bound:
     """Plan and bind a request. Communicates nothing, apart from reading what each rank posted when its transport
-    started."""
+    started, or when it looked for the topology."""
     cached = _planners.get(_planner_key(x, current, target, options))
     if cached is None:
         if request := transformed_request(current, target):
@@ -172,7 +172,7 @@ def _planner_key(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, opt
 
 
 def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> Program:
-    """This rank's program. Communicates nothing."""
+    """This rank's program. Communicates nothing, apart from what finding a topology does."""
     entry = _planners.get(_planner_key(x, current, target, options)) or _plan(x, current, target, options)
     return _program_on(entry.planner, _global_shape(current), x.device, options)
 
@@ -180,7 +180,8 @@ def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options
 def _program_on(
     planner: Planner, shape: tuple[int, ...], device: torch.device, options: RedistributeOptions
 ) -> Program:
-    """The program for a shape: where ranks exchange and no topology is given, that for the topology that is found."""
+    """The program for a shape: where ranks exchange and no topology is given, that for the topology that is found, for
+    which ranks of several nodes may wait for each other the first time."""
     program = planner.program(shape)
     if options.topology is None and program.exchanges and not leaves_sums_to_backend(program, options.reduction):
         found = found_topology_of(program.mesh.rank_array.tolist(), device)

@@ -169,8 +169,8 @@ def explain(
     """Describe what `redistribute` does with the same arguments on this rank, without moving data: the steps of the
     program with their bytes, the transport, and the algorithm of each step with the reason for it.
 
-    Every rank of the mesh must call it, or have redistributed before: the choice of the transport depends on what each
-    rank has posted.
+    Every rank of the mesh must call it, or have made the same redistribution before: the choice of the transport, and
+    the topology of several machines, depend on what each rank has posted.
 
     Args:
         dtensor, placements, device_mesh, shard_order, transport, topology, reduction: as for `redistribute`.
@@ -199,8 +199,9 @@ def bind(
     """Plan what `redistribute` does with the same arguments, compile its kernels and upload their tables, without
     moving data. After `prepare` and `bind`, the first call may be captured in a CUDA graph.
 
-    Applies to DTensors of the same layout, shape, dtype, strides and alignment. Collective where ranks meet on the
-    device and `prepare` has not allocated a symmetric buffer that is large enough.
+    Applies to DTensors of the same layout, shape, dtype, strides and alignment. Without `prepare`, it is collective for
+    ranks of several machines, which find their topology the first time, and where ranks meet on the device and no
+    symmetric buffer is large enough.
 
     Args:
         dtensor, placements, device_mesh, shard_order, forward_dtype, transport, topology, reduction: as for
@@ -208,7 +209,7 @@ def bind(
 
     Raises:
         ArgumentError, UnsupportedError: as `redistribute`.
-        TransportError: a rank that must allocate a symmetric buffer as well did not arrive.
+        TransportError: a rank that must take part did not arrive.
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")

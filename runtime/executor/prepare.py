@@ -20,7 +20,7 @@ from ..transports.select import AnyTransport
 from ..transports.streams import order_on, refuse_capture
 from ..transports.symmetric_memory.rates import measure_rates
 from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
-from .call import check_backend, check_ranks, transport_for
+from .call import check_backend, check_ranks, found_topology_of, transport_for
 
 _logger = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 62
@@ -33,7 +33,7 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -
     that reach each other's memory, so that programs are bound without waiting for other ranks, and it measures how fast
     the ranks write and read through it: steps that are bound later push or pull accordingly. Where ranks send and
     receive, it exchanges a message with every rank and in every group, because backends connect ranks on first use.
-    Shared memory needs no preparation.
+    Shared memory needs no preparation. Ranks of several machines find their topology.
 
     With `bind` afterwards, the first call of a request allocates nothing but tensors, and may be captured in a CUDA
     graph.
@@ -79,6 +79,7 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -
     with torch.inference_mode(False):
         with chosen.rendezvous.making_ready(ranks, lambda: f"prepare(max_bytes={max_bytes})"):
             try:
+                found_topology_of(ranks, device)  # so that binding does not wait for it
                 _prepare(chosen, planned_mesh, device, max_bytes)
             except TransportError as error:
                 chosen.fail(error)  # first: flight records, for which this rank waits, are written on leaving

@@ -21,9 +21,17 @@ _FIGURES = {"node", "network", "memory_gigabytes_per_s", "call_us"}
 
 
 def calibration_file() -> Path:
-    """The file: `shardweave/calibration.json` in XDG_CACHE_HOME, by default in `~/.cache`."""
+    """The file: `shardweave/calibration.json` in XDG_CACHE_HOME, by default in `~/.cache`.
+
+    Raises:
+        FileNotFoundError: XDG_CACHE_HOME is not set, and the user has no home directory, as in some containers.
+    """
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "shardweave" / "calibration.json"
+    try:
+        folder = Path(cache) if cache else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"no folder for calibration.json: {error} Set XDG_CACHE_HOME") from error
+    return folder / "shardweave" / "calibration.json"
 
 
 def machine_kind(device: torch.device) -> str:
@@ -45,8 +53,8 @@ def read_calibration(kind: str) -> dict[str, Any] | None:
     A file that cannot be read, is of another version, belongs to another user or has figures that are not allowed is
     ignored with a warning.
     """
-    path = calibration_file()
     try:
+        path = calibration_file()
         return _machines(path).get(kind)
     except FileNotFoundError:
         return None

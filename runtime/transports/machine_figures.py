@@ -16,6 +16,8 @@ from .calibration_cache import machine_kind, read_calibration
 _NETWORKS = Path("/sys/class/net")
 _RDMA = Path("/sys/class/infiniband")
 _ROUTES = Path("/proc/net/route")
+_FASTEST = 1e5
+"""1e9 bytes per second that no NIC has: larger rates stand for rates that are not known."""
 
 
 def machine_figures(device: torch.device) -> MachineFigures:
@@ -52,24 +54,27 @@ def _rdma_bandwidths() -> list[float]:
     for port in sorted(_RDMA.glob("*/ports/*")):
         with suppress(OSError, ValueError):
             if "ACTIVE" in (port / "state").read_text():
-                found.append(float((port / "rate").read_text().split()[0]) / 8)
-    return [rate for rate in found if rate > 0]
+                gigabits, _, _ = (port / "rate").read_text().partition(" ")
+                found.append(float(gigabits) / 8)
+    return [rate for rate in found if 0 < rate < _FASTEST]
 
 
 def _ethernet_bandwidth(variable: str) -> float | None:
     """The bandwidth of the interface that an environment variable names, or that has the default route, in 1e9 bytes
     per second; None if the kernel does not know it, as for most virtual interfaces."""
-    name = (os.environ.get(variable) or "").split(",")[0].lstrip("^=")
-    if not (_NETWORKS / name / "speed").is_file() or not name:
-        name = _default_interface() or ""
     with suppress(OSError, ValueError):
-        megabits = int((_NETWORKS / name / "speed").read_text()) if name else -1
-        return megabits / 8e3 if megabits > 0 else None
+        name = (os.environ.get(variable) or "").split(",")[0].removeprefix("=")
+        if name.startswith("^"):  # those that are not used
+            name = ""
+        if not (_NETWORKS / name / "speed").is_file() or not name:
+            name = _default_interface() or ""
+        rate = int((_NETWORKS / name / "speed").read_text()) / 8e3 if name else 0
+        return rate if 0 < rate < _FASTEST else None  # -1, or 2**32 - 1, if the kernel does not know it
     return None
 
 
 def _default_interface() -> str | None:
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         for line in _ROUTES.read_text().splitlines()[1:]:
             fields = line.split()
             if len(fields) > 1 and fields[1] == "00000000":

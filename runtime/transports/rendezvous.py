@@ -10,10 +10,10 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -134,7 +134,7 @@ class Rendezvous:
         return fingerprint
 
     @contextmanager
-    def making_ready(self, ranks: Ranks, description: Callable[[], str]) -> Iterator[None]:
+    def making_ready(self, ranks: Ranks, description: str | Callable[[], str]) -> Iterator[None]:
         """A context in which the next call of `ranks` is prepared, where ranks may wait for each other."""
         before = self.call
         self.call = self.next_call(ranks, description)
@@ -218,7 +218,7 @@ class Rendezvous:
         while True:
             text = json.dumps([self._nonce, nonces, own_settings])
             if text != written:
-                self._write_session(f"session/{_key_of(ranks)}/{self.rank}", text, deadline)
+                self.write(f"session/{_key_of(ranks)}/{self.rank}", text, self._until(deadline))
                 written = text
             missing = None
             for peer in peers:
@@ -238,9 +238,14 @@ class Rendezvous:
         joined = " ".join(self._nonce if rank == self.rank else nonces[rank] for rank in ranks)
         return hashlib.blake2b(joined.encode(), digest_size=12).hexdigest()
 
-    def _write_session(self, key: str, text: str, deadline: float) -> None:
+    def write(self, key: str, text: str, within: float | None = None) -> None:
+        """Write `key` to the store. `within`: seconds to wait for the store; None: the timeout.
+
+        Raises:
+            PeerError: the store cannot be reached.
+        """
         try:
-            self._bounded_store.run(lambda store: store.set(key, text), self._until(deadline))
+            self._bounded_store.run(lambda store: store.set(key, text), self.timeout if within is None else within)
         except dist.DistError as error:
             raise PeerError(
                 f"the store is gone (its rank died?); rank {self.rank} was in {self.call}: {error}"
@@ -278,6 +283,26 @@ class Rendezvous:
                 wait.poll([rank])
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
+
+    def read_each(self, keys: Mapping[int, str]) -> list[str]:
+        """`read` a key of each of several ranks; those that are written in one request.
+
+        Raises:
+            MeetingTimeoutError, PeerError, DisagreementError: as `read`.
+        """
+        texts: list[str] = []
+        for rank, key in keys.items():
+            if written := self.read_written(list(keys.values())[len(texts) :]):
+                return texts + written
+            texts.append(self.read(key, rank))  # once it is there, the others may be as well
+        return texts
+
+    def read_written(self, keys: Sequence[str]) -> list[str] | None:
+        """The values of several keys in one request; None if one of them is not written yet, or if the store has no
+        such requests or does not answer."""
+        with suppress(dist.DistError):
+            return self._bounded_store.run(partial(_read_all, list(keys)), self.timeout)
+        return None
 
     @contextmanager
     def waiting(self) -> Iterator[LongWait]:
@@ -553,6 +578,13 @@ def _compare_settings(rank: int, here: dict[str, str], peer: int, there: dict[st
 
 def _read(key: str, store: dist.Store) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
+
+
+def _read_all(keys: list[str], store: dist.Store) -> list[str] | None:
+    several: Any = store
+    if not several.has_extended_api() or not several.check(keys):
+        return None
+    return [value.decode() for value in several.multi_get(keys)]
 
 
 def _key_of(ranks: Iterable[int]) -> str:

@@ -8,7 +8,7 @@ import platform
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -198,7 +198,9 @@ class Transports:
         """
         requested = requested or requested_transport()
         check_name(requested)
-        with self._attempt(ranks, "choosing a transport"):
+        recorder = flight_recorder.current
+        call = self.rendezvous.next_call(ranks, "choosing a transport")
+        with nullcontext() if recorder is None else recorder.attempt(call):
             name, why = choose_transport(
                 requested, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, requested),
                 no_messages=self._find_obstacle(device.type), node_size=self._node_size,
@@ -210,11 +212,6 @@ class Transports:
                 logging.INFO if self.rank == min(ranks) else logging.DEBUG, "ranks %s exchange by %s", ranks, text
             )
         return self._transport(name, device), why
-
-    def _attempt(self, ranks: tuple[int, ...], description: str) -> AbstractContextManager[object]:
-        """A context in which the flight recorder has this rank in a call of `ranks`, if it waits."""
-        recorder = flight_recorder.current
-        return nullcontext() if recorder is None else recorder.attempt(self.rendezvous.next_call(ranks, description))
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended."""
@@ -238,7 +235,8 @@ class Transports:
         """
         key = ranks, device.type
         if key not in self._topologies:
-            with self._attempt(ranks, "finding the topology"):
+            # A rank that refuses its arguments publishes no figures.
+            with self.rendezvous.making_ready(ranks, "finding the topology"):
                 topology = self._topologies[key] = self._new_topology(ranks, device)
             if topology is not None:
                 level = logging.INFO if self.rank == ranks[0] else logging.DEBUG
@@ -252,12 +250,11 @@ class Transports:
             first_ranks.setdefault(node, rank)
         if len(first_ranks) == 1 or any(machine == _UNKNOWN for machine, _ in nodes):
             return None
-        store = self.rendezvous.store
         if device.type not in self._published_figures:
+            self.rendezvous.write(_figures_key(device.type, self.rank), to_text(machine_figures(device)))
             self._published_figures.add(device.type)
-            store.set(_figures_key(device.type, self.rank), to_text(machine_figures(device)))
-        read = (self.rendezvous.read(_figures_key(device.type, rank), rank) for rank in first_ranks.values())
-        figures = [from_text(text) for text in dict.fromkeys(read)]
+        keys = {rank: _figures_key(device.type, rank) for rank in first_ranks.values()}
+        figures = [from_text(text) for text in dict.fromkeys(self.rendezvous.read_each(keys))]
         number = {node: i for i, node in enumerate(first_ranks)}
         by_rank = [-1] * (ranks[-1] + 1)
         for rank, node in zip(ranks, nodes, strict=True):
@@ -316,13 +313,11 @@ class Transports:
 
     def _read_nodes(self, ranks: Sequence[int]) -> None:
         """Read the nodes of many ranks at once, if all have published theirs."""
-        store: Any = self.rendezvous.store
         missing = [rank for rank in ranks if rank not in self._nodes]
-        keys = [_machine_key(rank) for rank in missing]
-        with suppress(dist.DistError):  # reading them one by one names the rank that is gone
-            if len(keys) > 1 and store.has_extended_api() and store.check(keys):
-                for rank, text in zip(missing, store.multi_get(keys), strict=True):
-                    self._nodes[rank] = self._parsed_node(rank, text.decode())
+        # If it fails, reading them one by one names the rank that is gone.
+        if len(missing) > 1 and (texts := self.rendezvous.read_written([_machine_key(rank) for rank in missing])):
+            for rank, text in zip(missing, texts, strict=True):
+                self._nodes[rank] = self._parsed_node(rank, text)
 
     def _node_of(self, rank: int) -> tuple[str, int]:
         """The machine and pretended node of a rank.

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardweave.errors import PeerError
 from shardweave.runtime.transports.bounded_store import BoundedStore
+from shardweave.runtime.transports.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.plan
 
@@ -64,3 +66,49 @@ def test_thread_ends_with_the_store() -> None:
     del bounded
     thread.join(20)
     assert alive() is None and not thread.is_alive()
+
+
+class CutOff:
+    """A store that answers until its host is cut off."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.connected, self.end, self.asked = True, threading.Event(), 0
+
+    def _answer(self) -> None:
+        self.asked += 1
+        assert self.connected or self.end.wait(30)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set(self, key: str, text: str) -> None:
+        self._answer()
+        self.values[key] = text
+
+    def check(self, keys: list[str]) -> bool:
+        self._answer()
+        return set(keys) <= set(self.values)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._answer()
+        return [self.values[key].encode() for key in keys]
+
+
+def test_reads_and_writes_of_ranks_end_in_time() -> None:
+    store: Any = CutOff()
+    rendezvous = Rendezvous(store, 0, 0.2, lambda rank: False)
+    rendezvous.write("a", "1")
+    assert rendezvous.read_written(["a", "b"]) is None
+    rendezvous.write("b", "2")
+    assert rendezvous.read_written(["a", "b"]) == ["1", "2"]
+    store.asked = 0
+    assert rendezvous.read_each({rank: "ab"[rank % 2] for rank in range(100)}) == ["1", "2"] * 50
+    assert store.asked == 2 and rendezvous.read_each({}) == []
+    store.connected = False
+    assert rendezvous.read_written(["a", "b"]) is None
+    with pytest.raises(PeerError, match="the store is gone"):
+        rendezvous.write("c", "3")
+    with pytest.raises(PeerError, match="the store is gone"):
+        rendezvous.read("a", 1)
+    store.end.set()

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
-from shardweave.errors import ArgumentError
+from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import MachineFigures, found_topology
 from shardweave.runtime.transports import machine_figures, select
 from shardweave.runtime.transports.calibration_cache import (
@@ -82,6 +83,44 @@ def test_ranks_of_uneven_hosts_find_same_topology(hosts: str, tmp_path: Path) ->
 def test_ranks_of_one_host_find_none(tmp_path: Path) -> None:
     for topology, _, texts in run_ranks(on_hosts, 2, "aa", str(tmp_path)):
         assert topology is None and not any("topology" in text for text in texts)
+
+
+def refused_by_other_host(rank: int) -> str:
+    """The error of a rank whose first request with another host is refused there."""
+    inside, across = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    if rank < 2:
+        terms = DTensor.from_local(torch.ones(4, 4), inside, [Partial()], run_check=False)
+        shardweave.redistribute(terms, [Replicate()])
+    dist.barrier()
+    if rank == 0:
+        return ""
+    sharded = DTensor.from_local(torch.ones(2, 4), across, [Shard(0)], run_check=False)
+    with pytest.raises((ArgumentError, DisagreementError)) as error:
+        shardweave.redistribute(sharded, [Shard(9) if rank == 2 else Replicate()])
+    return str(error.value)
+
+
+@pytest.mark.multi
+def test_refusal_ends_wait_for_figures() -> None:
+    environment = {"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "30"}
+    error = run_ranks(refused_by_other_host, 3, environment=environment)[1]
+    assert error.startswith("rank 2 refused its arguments in a call of ranks of (1, 2)"), error
+
+
+def after_prepare(rank: int) -> str:
+    """What one rank explains after `prepare`, while the others do nothing."""
+    mesh = init_device_mesh("cpu", (3,))
+    shardweave.prepare(mesh, 1 << 10)
+    sharded = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+    text = shardweave.explain(sharded, [Replicate()]) if rank == 0 else ""
+    dist.barrier()
+    return text
+
+
+@pytest.mark.multi
+def test_prepare_finds_topology() -> None:
+    environment = {"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "30"}
+    assert "\n  topology found: " in run_ranks(after_prepare, 3, environment=environment)[0]
 
 
 @pytest.mark.plan
@@ -168,3 +207,50 @@ def test_file_of_another_user_is_ignored(
     with caplog.at_level(logging.WARNING, "shardweave"):
         assert read_calibration("mine") is None
     assert "allowed: user 12345" in caplog.text
+
+
+@pytest.mark.plan
+def test_no_home_directory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert machine_figures.machine_figures(CPU).measured is None and not caplog.records
+    with pytest.raises(FileNotFoundError, match="Set XDG_CACHE_HOME"):
+        keep_calibration("mine", MEASURED)
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("speed", "gigabytes"),
+    [(b"25000", 3.125), (b"-1", None), (b"4294967295", None), (b"0", None), (b"", None), (b"\xff\xfe", None)],
+)
+def test_speed_of_ethernet(
+    speed: bytes, gigabytes: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "eth7").mkdir()
+    (tmp_path / "eth7" / "speed").write_bytes(speed)
+    (tmp_path / "route").write_text("Iface\tDestination\neth7\t00000000\n")
+    monkeypatch.setattr(machine_figures, "_NETWORKS", tmp_path)
+    monkeypatch.setattr(machine_figures, "_ROUTES", tmp_path / "route")
+    (tmp_path / "docker0").mkdir()
+    (tmp_path / "docker0" / "speed").write_text("10000")
+    for named in ("eth7,eth8", "=eth7", "^docker0", "absent", "", "a" * 5000):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+        found = machine_figures.machine_figures(CPU).nic_gigabytes_per_s
+        assert found == (None if len(named) > 255 else gigabytes)
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("rate", "rates"), [("400 Gb/sec (4X NDR)", [50.0]), ("", []), ("nan", []), ("inf Gb/sec", []), ("0 Gb/sec", [])]
+)
+def test_rates_of_rdma_ports(rate: str, rates: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for port, state in (("1", "4: ACTIVE"), ("2", "1: DOWN")):
+        folder = tmp_path / "mlx5_0" / "ports" / port
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(state)
+        (folder / "rate").write_text(rate)
+    monkeypatch.setattr(machine_figures, "_RDMA", tmp_path)
+    assert machine_figures._rdma_bandwidths() == rates
