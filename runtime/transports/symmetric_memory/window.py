@@ -55,7 +55,7 @@ class Window:
     Attributes:
         nbytes: of a half.
         data: uint8 by rank: the first half.
-        after_acquire: called once, when the next "acquire" has been enqueued, whichever user of the window does so: what
+        after_acquire: called once, when the next "acquire" is enqueued, whichever user of the window does so: what
             peers read beside the window may be written again from there on.
         writing: the use of launches that write the window.
     """
