@@ -96,12 +96,13 @@ class Rendezvous:
         is_gone: returns whether the process of a rank is known to have ended.
 
     Attributes:
+        bounded_store: runs operations on the store, each within a time.
         call: the current or last call of this rank.
     """
 
     def __init__(self, store: dist.Store, rank: int, timeout: float, is_gone: Callable[[int], bool]) -> None:
         self.store, self.rank, self.timeout, self._is_gone = store, rank, timeout, is_gone
-        self._bounded_store = BoundedStore(store)
+        self.bounded_store = BoundedStore(store)
         self.call = CallRecord((), 0, 0, "nothing yet")
         self._sequences: dict[Ranks, _Sequence] = {}
         self._nonce = secrets.token_hex(8)  # tells apart what earlier groups left in the store
@@ -218,7 +219,7 @@ class Rendezvous:
         while True:
             text = json.dumps([self._nonce, nonces, own_settings])
             if text != written:
-                self._write_session(f"session/{_key_of(ranks)}/{self.rank}", text, deadline)
+                self.write(f"session/{_key_of(ranks)}/{self.rank}", text, deadline)
                 written = text
             missing = None
             for peer in peers:
@@ -238,9 +239,15 @@ class Rendezvous:
         joined = " ".join(self._nonce if rank == self.rank else nonces[rank] for rank in ranks)
         return hashlib.blake2b(joined.encode(), digest_size=12).hexdigest()
 
-    def _write_session(self, key: str, text: str, deadline: float) -> None:
+    def write(self, key: str, text: str, deadline: float | None = None) -> None:
+        """Write a text to the store, for `read`. `deadline`: by `time.monotonic`; None: that of a wait from now on.
+
+        Raises:
+            PeerError: the store cannot be reached, or does not answer.
+        """
+        within = self.timeout if deadline is None else self._until(deadline)
         try:
-            self._bounded_store.run(lambda store: store.set(key, text), self._until(deadline))
+            self.bounded_store.run(lambda store: store.set(key, text), within)
         except dist.DistError as error:
             raise PeerError(
                 f"the store is gone (its rank died?); rank {self.rank} was in {self.call}: {error}"
@@ -266,7 +273,7 @@ class Rendezvous:
         with self.waiting() as wait:
             while True:
                 try:
-                    text = self._bounded_store.run(partial(_read, key), self._until(deadline))
+                    text = self.bounded_store.run(partial(_read, key), self._until(deadline))
                     if text is not None:
                         return text
                 except dist.DistError as error:
@@ -444,7 +451,7 @@ class Rendezvous:
         return None
 
     def _get(self, kind: str, rank: int) -> str | None:
-        return self._bounded_store.run(partial(_read, self._key(kind, rank)), self._longest_answer) or None
+        return self.bounded_store.run(partial(_read, self._key(kind, rank)), self._longest_answer) or None
 
     def _set(self, kind: str, text: str, within: float | None = None) -> None:
         """Write a text of this rank. `within`: seconds to wait for the store.
@@ -453,7 +460,7 @@ class Rendezvous:
             RuntimeError: the store cannot be reached (dist.DistError), or keeps nothing.
         """
         key = self._key(kind, self.rank)
-        self._bounded_store.run(lambda store: store.set(key, text), within or self._longest_answer)
+        self.bounded_store.run(lambda store: store.set(key, text), within or self._longest_answer)
 
     def _until(self, deadline: float) -> float:
         """The seconds that the store may take: those left, and enough for an answer if none are left."""

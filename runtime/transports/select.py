@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,7 +139,8 @@ class Transports:
         machine = machine_name() if platform.system() == "Linux" else _UNKNOWN
         # Peers read this to find ranks that share memory. The store of a fake group keeps nothing.
         with suppress(RuntimeError):
-            store.set(_machine_key(self.rank), f"{machine} {self._node_size or 0}")
+            text = f"{machine} {self._node_size or 0}"
+            self.rendezvous.bounded_store.run(lambda store: store.set(_machine_key(self.rank), text), self.timeout)
         self._shared_memory_transport: SharedMemoryTransport | None = None
         self._process_groups: dict[str, ProcessGroupTransport] = {}
         self._symmetric_memory_transports: dict[str, SymmetricMemoryTransport] = {}
@@ -248,10 +250,9 @@ class Transports:
             first_ranks.setdefault(node, rank)
         if len(first_ranks) == 1 or any(machine == _UNKNOWN for machine, _ in nodes):
             return None
-        store = self.rendezvous.store
         if device.type not in self._published_figures:
             self._published_figures.add(device.type)
-            store.set(_figures_key(device.type, self.rank), to_text(machine_figures(device)))
+            self.rendezvous.write(_figures_key(device.type, self.rank), to_text(machine_figures(device)))
         read = (self.rendezvous.read(_figures_key(device.type, rank), rank) for rank in first_ranks.values())
         figures = [from_text(text) for text in dict.fromkeys(read)]
         number = {node: i for i, node in enumerate(first_ranks)}
@@ -312,12 +313,12 @@ class Transports:
 
     def _read_nodes(self, ranks: Sequence[int]) -> None:
         """Read the nodes of many ranks at once, if all have published theirs."""
-        store: Any = self.rendezvous.store
         missing = [rank for rank in ranks if rank not in self._nodes]
         keys = [_machine_key(rank) for rank in missing]
         with suppress(dist.DistError):  # reading them one by one names the rank that is gone
-            if len(keys) > 1 and store.has_extended_api() and store.check(keys):
-                for rank, text in zip(missing, store.multi_get(keys), strict=True):
+            if len(keys) > 1:
+                texts = self.rendezvous.bounded_store.run(partial(_read_all, keys), self.timeout)
+                for rank, text in zip(missing, texts or (), strict=bool(texts)):
                     self._nodes[rank] = self._parsed_node(rank, text.decode())
 
     def _node_of(self, rank: int) -> tuple[str, int]:
@@ -412,3 +413,8 @@ def why_not_backend(device: torch.device, requested: str | None = None) -> str |
     """The reason why the default process group cannot exchange tensors on `device` by the requested transport; or
     None."""
     return current_transports().why_not_backend(device.type, requested)
+
+
+def _read_all(keys: list[str], store: Any) -> list[bytes] | None:
+    """The values of keys; None if one is missing, or the store cannot say."""
+    return store.multi_get(keys) if store.has_extended_api() and store.check(keys) else None

@@ -159,7 +159,7 @@ class SharedMemoryTransport:
         self.busy = False
         self.pending: PendingCall | None = None
         kind = "named" if named else "anonymous"
-        rendezvous.store.set(_process_key(rank), f"{os.getpid()} {self._control.handle} {kind}")
+        rendezvous.write(_process_key(rank), f"{os.getpid()} {self._control.handle} {kind}")
 
     def check(self) -> None:
         """

@@ -155,7 +155,7 @@ class SymmetricMemoryTransport:
         # The key contains the call: a rank that refuses this call may use the same `key` in the next one.
         call = self.rendezvous.call
         key = f"{self.provider.device.type}/{self.rendezvous.session(ranks)}/{key}/{call.ranks}/{call.number}"
-        self.rendezvous.store.set(f"{key}/{self.rank}", text)
+        self.rendezvous.write(f"{key}/{self.rank}", text)
         return {r: self.rendezvous.read(f"{key}/{r}", r) for r in ranks}
 
     def signal(self, window: Window, use: Use, fingerprint: int = 0, poison: torch.Tensor | None = None) -> None:
