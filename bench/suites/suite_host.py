@@ -96,7 +96,10 @@ def alone_among(transports: Mapping[str | None, Any]) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    found = mock.Mock(choose=lambda ranks, device, requested: (transports[requested], "the only one"))
+    found = mock.Mock(
+        choose=lambda ranks, device, requested: (transports[requested], "the only one"),
+        find_topology=lambda ranks, device: None,  # one machine
+    )
     call_module.current_transports = lambda: found
     for module in (call_module, drop_in):
         module.why_not_backend = lambda *arguments: None  # type: ignore[attr-defined]
