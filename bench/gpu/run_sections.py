@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import os
 import shutil
 import signal
@@ -150,8 +151,10 @@ def run(sections: Sequence[Section], settings: Settings, seconds: float, only: S
             report = section_report.write(sections, settings.rows, settings.dry)
         print("\n".join(section_report.lines_of(section.name, report[section.name])), flush=True)
         if cache_folder().is_dir():
-            with tarfile.open(settings.out / CACHE, "w:xz", preset=0) as file:  # about 15 KB a kernel, half of gzip's
+            part = settings.out / f"{CACHE}.part"  # a run may be killed as it writes
+            with tarfile.open(part, "w:xz", preset=0) as file:  # about 15 KB a kernel, half of gzip's
                 file.add(cache_folder(), arcname=".")
+            part.replace(settings.out / CACHE)
     return report
 
 
@@ -163,6 +166,8 @@ def cache_folder() -> Path:
 def take_former(former: Path | None, settings: Settings, only: Sequence[str]) -> None:
     """Take over a former run's cache, and the rows of what passed or was skipped. None: begin without rows.
 
+    A cache that cannot be read is left out.
+
     Raises:
         ArgumentError: there is no former run in the folder, or just one of the two is dry.
     """
@@ -170,11 +175,14 @@ def take_former(former: Path | None, settings: Settings, only: Sequence[str]) ->
     if former:
         try:
             report = json.loads((former / "gpu.json").read_text(encoding="utf-8"))
+            dry, found = report["dry"], report["sections"]
+            passed = {name for name, one in found.items() if one["outcome"] in ("passed", "skipped")}
         except (OSError, ValueError) as error:
             raise ArgumentError(f"--from: {error}; allowed: the folder of a former run") from error
-        if report["dry"] != settings.dry:
-            raise ArgumentError(f"--from: a run with{'' if report['dry'] else 'out'} --dry; allowed: one as this")
-        passed = {name for name, one in report["sections"].items() if one["outcome"] in ("passed", "skipped")}
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ArgumentError(f"--from: {former / 'gpu.json'} is no report; allowed: that of a former run") from error
+        if dry != settings.dry:
+            raise ArgumentError(f"--from: a run with{'' if dry else 'out'} --dry; allowed: one as this")
         rows = list(outcomes.read(former / ROWS))
         done = {row["test"] for row in rows if row.get("outcome") in ("passed", "skipped")}
         done -= {row["test"] for row in rows if row.get("outcome") in ("failed", "error")}
@@ -184,9 +192,12 @@ def take_former(former: Path | None, settings: Settings, only: Sequence[str]) ->
     for row in kept:
         outcomes.write(settings.rows, **row)
     if former and (former / CACHE).exists():
-        with tarfile.open(former / CACHE) as file:
-            file.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-            file.extractall(cache_folder())
+        try:
+            with tarfile.open(former / CACHE) as file:
+                file.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+                file.extractall(cache_folder())
+        except (OSError, EOFError, tarfile.TarError, lzma.LZMAError) as error:
+            print(f"{former / CACHE}: {error}; kernels are compiled again", flush=True)
 
 
 def main(argv: Sequence[str] | None = None, sections: Sequence[Section] = SECTIONS) -> int:
@@ -215,7 +226,8 @@ def main(argv: Sequence[str] | None = None, sections: Sequence[Section] = SECTIO
         parser.error(str(error))
     finally:
         signal.signal(signal.SIGTERM, before)
-    return int(not all(one["outcome"] in ("passed", "skipped") for one in report.values()))
+    outcomes_of = [one["outcome"] for name, one in report.items() if not only or name in only]
+    return int(not all(outcome in ("passed", "skipped") for outcome in outcomes_of))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def write(sections: Sequence[Section], rows: Path, dry: bool) -> dict[str, Any]:
     """Write `gpu.json` and `gpu.md` beside the rows; returns what `section_of` returns, by section."""
     found = list(outcomes.read(rows))
     report = {one.name: section_of(one, found) for one in sections}
-    rows.with_name("gpu.json").write_text(json.dumps({"dry": dry, "sections": report}, indent=1), encoding="utf-8")
+    _write_whole(rows.with_name("gpu.json"), json.dumps({"dry": dry, "sections": report}, indent=1))
     lines = ["# Tests and measurements on a GPU", "", *["A dry run: no GPU was used.", ""] * dry]
     heads = ["section", "outcome", *STATES, "seconds of processes"]
     cells = [[name, one["outcome"], *one["tests"].values(), one["seconds"]] for name, one in report.items()]
@@ -34,8 +34,15 @@ def write(sections: Sequence[Section], rows: Path, dry: bool) -> dict[str, Any]:
         lines += lines_of(name, one)
     for name, one in report.items():
         lines += ["", f"## {name}", "", "```", one["output"].strip(), "```"] if one["output"] else []
-    rows.with_name("gpu.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _write_whole(rows.with_name("gpu.md"), "\n".join(lines) + "\n")
     return report
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write a file all at once: the run may be killed at any time."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
 
 
 def section_of(section: Section, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from .parsing import interruptible, need_rich
 
 PROGRAMS = (
     "codegen.aot",
+    "gpu.count_work",
     "gpu.targets",
     "suites.moe",
     "planning.plans",

@@ -100,6 +100,16 @@ class BufferPool:
         (self._lent.add if lend else self._lent.discard)(number)
         return _Buffer(self._own[number], self._of_graphs if captures else self._free, number).tensor()
 
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Let the stream of the next tensor on this one's piece wait for the current stream, which waits for peers that
+        read it."""
+        number = self.number(tensor)
+        if number is None or self._device.type != "cuda":
+            return
+        with on_device(self._device):
+            if not torch.cuda.is_current_stream_capturing():  # a capture enqueues nothing
+                self._streams[number] = torch.cuda.current_stream(self._device)
+
     def _taken(self, captures: bool) -> int | None:
         for free in (self._of_graphs, self._free) if captures else (self._free,):
             with suppress(IndexError):

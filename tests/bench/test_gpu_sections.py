@@ -124,14 +124,30 @@ def test_sections_that_die_and_hang_lose_nothing(run_in: Callable[..., dict[str,
 
 def test_wrong_arguments(run_in: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     Path("gpu.json").write_text('{"dry": true, "sections": {}}')
+    Path("no_report").mkdir()
+    Path("no_report/gpu.json").write_text('{"dry": false, "sections": {"facts": {}}}')
     for arguments, text in (
         (["--only", "facts,nothing"], "--only: nothing; allowed: facts, first, everything"),
         (["--from", "nowhere"], "'nowhere/gpu.json'; allowed: the folder of a former run"),
         (["--from", "."], "--from: a run with --dry; allowed: one as this"),
+        (["--from", "no_report"], "no_report/gpu.json is no report; allowed: that of a former run"),
     ):
         with pytest.raises(SystemExit):
             run_in("out", *arguments)
         assert text in capsys.readouterr().err
+
+
+def test_status_of_named_sections_and_damaged_cache(
+    run_in: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = Section("one", 60, ("-c", "pass")), Section("other", 60, ("-c", "raise SystemExit(3)"))
+    assert main(["--out", "out", "--only", "one"], sections) == 0
+    whole = Path("out", CACHE).read_bytes()
+    assert main(["--out", "out", "--only", "other"], sections) == 1
+    for cut in (0, 10, len(whole) // 2):
+        Path("out", CACHE).write_bytes(whole[:cut])
+        assert main(["--out", "again", "--from", "out", "--only", "one"], sections) == 0
+        assert "kernels are compiled again" in capsys.readouterr().out
 
 
 def test_terminated_run_ends_its_sections_and_writes_a_report(run_in: Callable[..., dict[str, Any]]) -> None:

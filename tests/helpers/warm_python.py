@@ -208,9 +208,10 @@ def _become(request: int, out: int, err: int) -> NoReturn:
 
 def _fork_server(spawn: Any, path: bytes, arguments: Sequence[str | bytes], fds: Sequence[int]) -> int:
     """`multiprocessing.util.spawnv_passfds`, but the server that forks ranks is forked as well, where there is only one
-    thread: it need not import torch again."""
+    thread, torch's own included: it need not import torch again."""
     *_, kind, code = map(os.fsdecode, arguments)
-    if kind != "-c" or not code.startswith("from multiprocessing.forkserver ") or threading.active_count() > 1:
+    threads = len(os.listdir("/proc/self/task"))
+    if kind != "-c" or not code.startswith("from multiprocessing.forkserver ") or threads > 1:
         return spawn(path, arguments, fds)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -6,13 +6,14 @@ copies what arrived, and leaves. With its counts a rank sends which buffer it wa
 buffers (`BufferPool`), where they stay, or, while all of these are in use, the window. Reading from peers copies the
 values into the own window, has a barrier, reads the peers' windows and leaves. Values that lie in a pooled buffer which
 was lent to the experts are not copied: before the barrier each rank sends where its values are. The host neither waits
-for peers nor reads device values. Consecutive dispatches take turns with one window.
+for peers nor reads device values. The dispatchers of a group take turns with one window.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -85,8 +86,6 @@ class WindowTransfer(TokenTransfer):
         self._each = 1 + len(pooled)
         candidates = [b for of_destination in zip(parts[-1], *pooled, strict=True) for b in of_destination]
         self._candidates = Buffers(candidates, self.tables)
-        self._read: torch.Tensor | None = None
-        """A lent buffer that peers read, kept until this rank has waited for them: then it may be written again."""
         for buffers in (self._matrices, self._numbers, self._rows, self._candidates):
             buffers.table()  # uploaded here, since a call may be captured in a CUDA graph
 
@@ -98,7 +97,7 @@ class WindowTransfer(TokenTransfer):
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
-        window = "window, which dispatchers among these ranks share"
+        window = "window, which the dispatchers of these ranks share"
         purposes = {**super().nbytes(config, chunk_capacity), window: window_size(window_nbytes(config), exact=True)}
         if uses_buffer_pool(config):
             pooled = f"buffers that peers write rows into, pooled_buffers={config.pooled_buffers}"
@@ -202,7 +201,8 @@ class WindowTransfer(TokenTransfer):
         if lent is None:
             values, to = values.contiguous(), window
         else:
-            self._read, to = values, None
+            # Kept until this rank has waited for the peers that read it: then it may be written again.
+            self._window.after_acquire, to = partial(self._pool.follow, values), None
         matrix = self._matrices.tensors[self.me]
         place = (self.me + 1) * matrix.shape[1] - 1  # where dispatch has the index of the wanted buffer
         offer_rows(values, to, num_rows, self._matrices, place, self._candidate(lent))
@@ -220,7 +220,9 @@ class WindowTransfer(TokenTransfer):
     def _acquire(self) -> None:
         """Enter the window."""
         self._signal("acquire")
-        self._read = None
+        if self._window.after_acquire is not None:
+            self._window.after_acquire()
+            self._window.after_acquire = None
 
     def _pooled(self, rows: torch.Tensor) -> int | None:
         """Return the number of the pooled buffer that rows are in; None: none."""

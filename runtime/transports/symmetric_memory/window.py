@@ -55,6 +55,8 @@ class Window:
     Attributes:
         nbytes: of a half.
         data: uint8 by rank: the first half.
+        after_acquire: called once, when the next "acquire" is enqueued, whichever user of the window does so: what
+            peers read beside the window may be written again from there on.
         writing: the use of launches that write the window.
     """
 
@@ -78,6 +80,7 @@ class Window:
             {r: m[first + h * self.nbytes :][: self.nbytes] for r, m in memory.items()} for h in range(halves)
         ]
         self.data = self._halves[0]
+        self.after_acquire: Callable[[], None] | None = None
         self.arrived, self.released = (self._channel(c) for c in range(len(_CHANNELS)))
         self._watch: Watch | None = None if watch is None else lambda late: watch(partial(self._ranks_of, late))
         self.writing = self._use(True)

@@ -127,6 +127,27 @@ def test_misuse_of_lent_buffers_costs_copies() -> None:
     run_ranks(misused, 3)
 
 
+@torch.no_grad()
+def layers(rank: int) -> None:
+    """Two buffers are enough for any number of layers: one for rows, one for what experts write."""
+    dispatchers = [
+        shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 2}, transport="symmetric_memory") for _ in range(4)
+    ]
+    t = given(rank, 1)
+    for _ in range(2):
+        for d in dispatchers:
+            routed = d.dispatch(t.x, t.ids, t.weights)
+            want = d.combine(routed.x * 2, routed)
+            out = routed.output_buffer()
+            assert d.transfers[0]._pool.lent(out) is not None
+            assert torch.equal(d.combine(torch.mul(routed.x, 2, out=out), routed), want)
+            del out, routed
+
+
+def test_layers_share_lent_buffers() -> None:
+    run_ranks(layers, 3)
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

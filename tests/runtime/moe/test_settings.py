@@ -195,7 +195,7 @@ def test_memory_of_layers_with_windows(save: str, pooled: int) -> None:
     rows, routing = config.rows * (64 * 4 + 4), purposes[ROUTING]
     window = window_nbytes(config)
     window = max(window, 1 << 16)
-    assert purposes["window, which dispatchers among these ranks share"] == window
+    assert purposes["window, which the dispatchers of these ranks share"] == window
     if save == "redispatch":
         buffers = pooled * config.rows * 64 * 4
         assert (once, each) == (window + 2 * rows + buffers, routing)  # rows are there again in the backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -229,3 +230,24 @@ def test_finished_wait_deletes_no_store_key() -> None:
     assert state is not None and state[0].description == "a"
     one.clear_waiting()
     assert other.store.check(["waiting/0"]) and other.read_waiting(0) is None
+
+
+class Silent(dist.HashStore):
+    """A store whose host has vanished from the network: writes are never answered."""
+
+    gone = False
+
+    def set(self, key: str, value: str) -> None:
+        if self.gone:
+            threading.Event().wait(20)
+        super().set(key, value)
+
+
+def test_write_ends_in_time_without_an_answer() -> None:
+    store = Silent()
+    one = at(store, 0, timeout=0.2)
+    one.write("key", "text")
+    assert one.read("key", 1) == "text"
+    store.gone = True
+    with pytest.raises(PeerError, match="the store is gone .* did not answer within 0.2 s"):
+        one.write("key", "other")

@@ -12,6 +12,7 @@ import torch
 
 from shardweave.runtime.executor.async_work import AsyncRun
 from shardweave.runtime.executor.call import Call
+from shardweave.runtime.transports.buffer_pool import BufferPool
 from shardweave.runtime.transports.streams import StreamOrder, captured, current_stream, order_on
 
 pytestmark = pytest.mark.plan
@@ -55,6 +56,26 @@ class Stream:
 
     def wait_event(self, event: str) -> None:
         self.cuda.log.append(f"{self.name} waits for {event}")
+
+
+def test_lent_piece_follows_the_stream_that_waited_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts on stream a may write it once stream b, on which a later call was made, has waited for its readers."""
+    cuda, pool = Cuda(monkeypatch), BufferPool(0, {0: torch.zeros(64, dtype=torch.uint8)}, 64, 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    pool._device = torch.device("cuda", 0)
+    first = pool.take(lend=True)
+    assert first is not None
+    with cuda.stream(Stream(cuda, "b")):
+        pool.follow(first)
+    del first
+    second = pool.take(lend=True)
+    assert second is not None and cuda.log == ["a waits for b"]
+    cuda.capturing = True  # nothing is enqueued
+    with cuda.stream(Stream(cuda, "b")):
+        pool.follow(second)
+    cuda.capturing = False
+    del second
+    assert pool.take() is not None and cuda.log == ["a waits for b"]
 
 
 def test_stream_order_waits_for_last_stream(monkeypatch: pytest.MonkeyPatch) -> None:
