@@ -213,7 +213,12 @@ class Extraction:
                   if kinds[n] != "constexpr"]  # fmt: skip
         arguments = dict(zip(kernel.parameters, [*values, 0, 0], strict=True))
         failing = self.behaviour.failed or number in self.behaviour.failing
-        before, used, changed = dict(self.private), Counter[int](), set[int]()
+        before, used, changed = dict(self.private), Counter[int](), dict[int, Any]()
+        constants = launch.compiled.constants
+        warps = range(0, 32 * constants["num_warps"], 32)
+        # The first thread stands for its warp, whose lanes poll the peers in turn; other warps only copy.
+        threads = list(dict.fromkeys([*range(constants.get("PEERS", 1)), warps[-1]]))
+        settled = [] if self.behaviour.failing else self.ranks.errors[self.rank : self.rank + 1]
 
         def location(address: int, nbytes: int) -> Word | Data | None:
             at = self.ranks.location(address, nbytes, self.data)
@@ -226,35 +231,29 @@ class Extraction:
             pending: list[list[bool]] = [[]]
             at = program % launch.grid[0], program // launch.grid[0] % launch.grid[1], 0
             special = {f"%{kind}.{axis}": n for kind, of_axes in (("ctaid", at), ("nctaid", launch.grid))
-                       for axis, n in zip("xyz", of_axes, strict=True)}  # fmt: skip
+                       for axis, n in zip("xyz", of_axes, strict=True)} | {"global_smem": 0}  # fmt: skip
             while pending:
                 conditions: list[Any] = []
                 times = iter(range(0, 1 << 62, 1 << 50)) if self.behaviour.expired else repeat(0)
-                # Of each warp one thread: the others do nothing else.
                 block = Block(
-                    kernel, self.rank, f"{name}, program {program}", arguments, location, special,
-                    range(0, 32 * launch.compiled.constants["num_warps"], 32), dict(before),
-                    _decision(conditions, pending.pop(), pending), partial(next, times),
+                    kernel, self.rank, f"{name}, program {program}", arguments, location, special, threads,
+                    dict(before), _decision(conditions, pending.pop(), pending), partial(next, times), settled,
                 )  # fmt: skip
                 with suppress(Pruned):
                     block.run()
-                    events = events_of(block.threads)
-                    failed = any(map(fails, events))
-                    told = failed and not any("error" in str(e.at) and e.written is not None for e in events)
-                    if (failing or not failed) and (told or not self.behaviour.failed or not words_of(events)):
-                        threads = [t for t in block.threads if any(isinstance(n, Event) for n in t)]
-                        found.append((Path(conditions, threads), block))
+                    if failing or not any(map(fails, events_of(block.threads))):
+                        of_path = [t for t in block.threads if any(isinstance(n, Event) for n in t)]
+                        found.append((Path(conditions, of_path), block))
             assert found, f"no way through {name}"
             fine = [b for p, b in found if not any(map(fails, events_of(p.threads)))] or [found[0][1]]
-            changes = [{a: v for a, v in b.private.items() if before.get(a) != v} for b in fine]
-            assert all(other == changes[0] for other in changes), "private memory depends on what others write"
-            used.update(set[int]().union(*(b.touched for _, b in found)))
-            changed |= changes[0].keys()
-            self.private.update(changes[0])
+            for address, value in ((a, v) for b in fine for a, v in b.private.items() if before.get(a) != v):
+                assert changed.setdefault(address, value) == value, "private memory depends on what others write"
+            used.update(set[int]().union(*(b.counted for _, b in found)))
             yield _joined([path for path, _ in found])
         if shared := {address for address in changed if used[address] > 1}:
             self.ranks.shared |= dict.fromkeys(shared, 8)
             raise SharedWords
+        self.private |= changed
 
 
 class SharedWords(Exception):
