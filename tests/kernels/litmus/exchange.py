@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import _NAMES, Specialisation, _as_compiled, _binder
 from shardweave.bench.suites.suite_host import Alone
+from shardweave.kernels import window_use
 from shardweave.planner import plan
 from shardweave.runtime.executor import copies
 from shardweave.runtime.executor.bind import BoundProgram
@@ -124,6 +125,7 @@ class Ranks:
         memory: of each rank; it begins with `pads` bytes of words that ranks exchange.
         errors: addresses of the words in which ranks note that they have failed.
         shared: addresses of other words that several blocks use, and their bytes.
+        counters: of these, the ones in which a rank counts its blocks.
     """
 
     launches: list[list[tuple[int, Launch]]] = field(default_factory=list)
@@ -131,18 +133,20 @@ class Ranks:
     pads: int = 0
     errors: list[int] = field(default_factory=list)
     shared: dict[int, int] = field(default_factory=dict)
+    counters: set[int] = field(default_factory=set)
     kept: list[Any] = field(default_factory=list)
 
     @classmethod
-    def exchanging(cls, size: int, calls: int, direction: Direction) -> Ranks:
-        """Ranks that gather a tensor `calls` times."""
-        program = plan((size,), (256 * size, 4), "float32", "S0", "R")
+    def exchanging(cls, size: int, calls: int, direction: Direction, programs: int = 1) -> Ranks:
+        """Ranks that gather a tensor `calls` times; `programs`: of each launch."""
+        program = plan((size,), (256 * size * programs, 4), "float32", "S0", "R")
         ranks = cls(pads=pad_bytes(size))
         for rank in range(size):
             transport = _Transport(rank, size, 10.0, _Provider(rank, ranks.memory, size), Alone())
             transport._watchdog, transport.windows = None, WindowPolicy(direction)
             x, of_rank = torch.zeros(program.source_shape(rank)), list[tuple[int, Launch]]()
-            with recorded() as launches:
+            with recorded() as launches, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(window_use, "waiting_programs", lambda processors: programs)
                 bound = BoundProgram(program, rank, contiguous_strides(x.shape), transport, x.dtype, _CPU)
                 for call in range(1, calls + 1):
                     for _request in bound.run(x, bound.fingerprint):
@@ -153,6 +157,10 @@ class Ranks:
             ranks.errors.append(transport.failure.error.data_ptr())
             ranks.kept += [transport, bound, x]
         return ranks
+
+    def calls(self, rank: int, calls: int) -> int:
+        """The number of launches of a rank's first calls."""
+        return sum(call <= calls for call, _ in self.launches[rank])
 
     def location(self, address: int, nbytes: int, data: int | None) -> Word | Data | None:
         if address in self.errors:
@@ -252,6 +260,7 @@ class Extraction:
             yield _joined([path for path, _ in found])
         if shared := {address for address in changed if used[address] > 1}:
             self.ranks.shared |= dict.fromkeys(shared, 8)
+            self.ranks.counters |= shared
             raise SharedWords
         self.private |= changed
 
@@ -263,11 +272,13 @@ class SharedWords(Exception):
 def _decision(conditions: list[Any], choices: list[bool], pending: list[list[bool]]) -> Callable[[Any], bool]:
     """Takes branches as `choices` says where both ways are possible, then the first one; the other is left for later,
     in `pending`. What holds then is appended to the conditions."""
-    solver, taken, known = z3.Solver(), list[bool](), dict[str, bool]()
+    solver, taken, known = z3.Solver(), list[bool](), dict[int, bool]()
+    kept: list[Any] = []  # a term has its number as long as it exists
 
     def decide(term: Any) -> bool:
-        text = str(term)
-        if text not in known:
+        if z3.is_true(term) or z3.is_false(term):
+            return z3.is_true(term)
+        if term.get_id() not in known:
             possible = [c for c in (True, False) if solver.check(term if c else z3.Not(term)) == z3.sat]
             if len(possible) == 2:
                 if len(taken) == len(choices):
@@ -275,10 +286,11 @@ def _decision(conditions: list[Any], choices: list[bool], pending: list[list[boo
                     choices.append(True)
                 possible = [choices[len(taken)]]
                 taken.append(possible[0])
-            known[text] = possible[0]
-            conditions.append(term if known[text] else z3.Not(term))
+            known[term.get_id()] = possible[0]
+            conditions.append(term if possible[0] else z3.Not(term))
+            kept.append(term)
             solver.add(conditions[-1])
-        return known[text]
+        return known[term.get_id()]
 
     return decide
 
@@ -327,22 +339,40 @@ def executions(
     """
     while True:
         after: list[tuple[Node, Node]] = []
-        blocks: list[list[Path]] = []
+        of_ranks: list[list[Sequence[Path]]] = []
         try:
             for rank, behaviour in behaviours.items():
+                blocks: list[list[Path]] = []
                 end = Node()
                 for _, ways in Extraction(ranks, rank, behaviour, data, change).launches():
                     begin, end, before = Node(), Node(), end
                     after += [(before, begin), (begin, end)] if streams else []
                     blocks += [[Path(c, [[begin, *t, end] for t in threads]) for c, threads in of_block]
                                for of_block in ways]  # fmt: skip
+                of_ranks.append([paths for paths in product(*blocks) if _may_count(ranks, paths, after)])
             break
         except SharedWords:
             continue
-    for combined in product(*blocks):
-        found = Execution([t for path in combined for t in path.threads], _initial, after)
-        found.solver.add(*(c for path in combined for c in path.conditions))
-        yield found
+    for combined in product(*of_ranks):
+        yield _execution([path for paths in combined for path in paths], after)
+
+
+def _execution(paths: Sequence[Path], after: Sequence[tuple[Node, Node]]) -> Execution:
+    found = Execution([t for path in paths for t in path.threads], _initial, after)
+    found.solver.add(*(c for path in paths for c in path.conditions))
+    return found
+
+
+def _may_count(ranks: Ranks, paths: Sequence[Path], after: Sequence[tuple[Node, Node]]) -> bool:
+    """Whether the words in which a rank counts its blocks allow these paths, as far as only they are looked at: other
+    operations can only forbid more."""
+    counting = [Path(path.conditions, [
+        [n for n in nodes if not isinstance(n, Event) or getattr(n.at, "address", None) in ranks.counters]
+        for nodes in path.threads
+    ]) for path in paths]  # fmt: skip
+    if not any(events_of(path.threads) for path in counting):
+        return True
+    return _execution(counting, after).find() is not None
 
 
 def _initial(at: Any) -> int:
@@ -356,8 +386,8 @@ def last_write(ranks: Ranks, rank: int, data: int) -> int:
 
 
 def followed(ranks: Ranks, writer: int, reader: int, direction: Direction) -> int:
-    """The address of data that one rank writes for another, not by the first thread of a block."""
-    extractions = [Extraction(ranks, rank) for rank in (writer, reader)]
+    """The address of data that one rank writes for another in the first call, not by the first thread of a block."""
+    extractions = [Extraction(ranks, rank, Behaviour(ranks.calls(rank, 1))) for rank in (writer, reader)]
     for extraction in extractions:
         while True:
             with suppress(SharedWords):
