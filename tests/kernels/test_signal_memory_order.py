@@ -155,16 +155,16 @@ def test_a_peer_that_failed_before_is_noticed() -> None:
 @long
 @PROGRAMS
 def test_later_kernels_of_a_rank_know_that_it_failed(programs: int) -> None:
-    ranks = Ranks.exchanging(2, 1, "push", programs)
-    failing = Behaviour(failing={1}, expired=True)
-    before = [f.find() for f in executions(ranks, {0: Behaviour(1, failing={1}, expired=True), 1: Behaviour(0)})]
-    print(len(before))
-    late = 0
-    for found in executions(ranks, {0: failing, 1: Behaviour(0)}):
-        failed = [e.written != 0 for e in found.events if fails(e) and "error" in str(e.at)]
-        late += len(failed)
-        assert not failed or not found.find(z3.Or(failed))
-    assert late
+    ranks = Ranks.exchanging(2, 2, "push", programs)
+
+    def fail(launches: int) -> list[str | None]:
+        """Executions in which of these launches the second fails: the first does not wait for its peer."""
+        found = executions(ranks, {0: Behaviour(launches, failing={2}, expired=True), 1: Behaviour(0)})
+        notes = ((f, [e.written != 0 for e in f.events if fails(e) and "error" in str(e.at)]) for f in found)
+        return [f.find(z3.Or(noted)) for f, noted in notes if noted]
+
+    assert any(fail(2))
+    assert not any(fail(3))
 
 
 @long
@@ -176,6 +176,31 @@ def test_peers_of_a_rank_that_stopped_waiting_do_not_take_its_next_data(programs
     last = last_write(ranks, 0, data)
     good, bad = reused(ranks, data, Behaviour(last, failing={last}, expired=True))
     assert good and not bad, bad
+
+
+# Token dispatches signal in launches of their own.
+
+IN_TURNS = {
+    "as it is": ("", "", True, False),
+    "relaxed instead of release": ("st.release.sys", "st.relaxed.sys", True, True),
+    "relaxed instead of acquire": ("ld.global.sys.acquire", "ld.global.sys.relaxed", True, True),
+    "kernels do not wait for those before": ("", "", False, True),
+}
+
+
+@pytest.mark.parametrize("variant", [v if v == "as it is" else pytest.param(v, marks=long) for v in IN_TURNS])
+def test_signals_of_token_dispatches(variant: str) -> None:
+    """Rank 1 reads what rank 0 wrote in this turn: not what was there, and not what it writes in the next turn."""
+    old, new, streams, wrong = IN_TURNS[variant]
+    ranks = Ranks.taking_turns(2)
+    data = followed(ranks, 0, 1, "push")
+    good, bad = [], []
+    behaviours = {0: Behaviour(last_write(ranks, 0, data)), 1: Behaviour(ranks.calls(1, 1))}
+    for found in executions(ranks, behaviours, data, lambda text: text.replace(old, new), streams):
+        (read,), (first, second) = reads(found, 1), writes(found, 0)
+        good.append(found.find(found.reads_from(read, first)))
+        bad += [found.find(found.reads_from(read, write)) for write in (None, second)]
+    assert any(good) and any(bad) == wrong, bad
 
 
 # Blocks of several threads and programs, of which one signals for all.

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import product, repeat
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import z3
@@ -23,14 +24,14 @@ from triton.runtime.jit import JITFunction
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import _NAMES, Specialisation, _as_compiled, _binder
 from shardweave.bench.suites.suite_host import Alone
-from shardweave.kernels import window_use
+from shardweave.kernels import Failure, StridedBoxes, copy_boxes, copy_table, window_use
 from shardweave.planner import plan
 from shardweave.runtime.executor import copies
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.transports.backend_limits import Direction, WindowPolicy
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
-from shardweave.runtime.transports.symmetric_memory.window import pad_bytes
+from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes
 
 _CPU = torch.device("cpu")
 
@@ -156,6 +157,32 @@ class Ranks:
             ranks.launches.append(of_rank)
             ranks.errors.append(transport.failure.error.data_ptr())
             ranks.kept += [transport, bound, x]
+        return ranks
+
+    @classmethod
+    def taking_turns(cls, calls: int) -> Ranks:
+        """Two ranks that signal as token dispatches do: each writes the other's window, and reads its own one after a
+        barrier."""
+        part, ranks = 4096, cls(pads=pad_bytes(2))
+        ranks.memory = [{rank: torch.zeros(ranks.pads + part, dtype=torch.uint8) for rank in range(2)}]
+        for rank in range(2):
+            failure, of_rank = Failure(_CPU), list[tuple[int, Launch]]()
+            values, out = torch.zeros(2, part, dtype=torch.uint8)
+            with recorded() as launches:
+                window = Window(rank, ranks.memory[0], 0, failure)
+                box = StridedBoxes(*(np.zeros(shape, np.int64) for shape in ((1, 1), 1, (1, 1), 1)),
+                                   np.full((1, 1), part), np.ones((1, 1, 1), np.int64), np.ones((1, 1), np.int64))  # fmt: skip
+                for call in range(1, calls + 1):
+                    window.signal("acquire", 0, 1)
+                    copy_boxes(copy_table(box, torch.uint8, _CPU), [values], [window.data[1 - rank]])
+                    window.signal("barrier", 0, 1)
+                    copy_boxes(copy_table(box, torch.uint8, _CPU), [window.data[rank]], [out])
+                    window.signal("release", 0, 1)
+                    of_rank += [(call, launch) for launch in launches]
+                    launches.clear()
+            ranks.launches.append(of_rank)
+            ranks.errors.append(failure.error.data_ptr())
+            ranks.kept += [window, values, out]
         return ranks
 
     def calls(self, rank: int, calls: int) -> int:
