@@ -138,16 +138,17 @@ class Ranks:
     kept: list[Any] = field(default_factory=list)
 
     @classmethod
-    def exchanging(cls, size: int, calls: int, direction: Direction, programs: int = 1) -> Ranks:
-        """Ranks that gather a tensor `calls` times; `programs`: of each launch."""
-        program = plan((size,), (256 * size * programs, 4), "float32", "S0", "R")
+    def exchanging(cls, size: int, calls: int, direction: Direction, writing: int = 1, reading: int = 1) -> Ranks:
+        """Ranks that gather a tensor `calls` times. Each writes a window in `writing` tiles; launches of rank 0 have
+        at most `writing` programs, those of others `reading`."""
+        program = plan((size,), (256 * size * writing, 4), "float32", "S0", "R")
         ranks = cls(pads=pad_bytes(size))
         for rank in range(size):
             transport = _Transport(rank, size, 10.0, _Provider(rank, ranks.memory, size), Alone())
             transport._watchdog, transport.windows = None, WindowPolicy(direction)
             x, of_rank = torch.zeros(program.source_shape(rank)), list[tuple[int, Launch]]()
             with recorded() as launches, pytest.MonkeyPatch.context() as patch:
-                patch.setattr(window_use, "waiting_programs", lambda processors: programs)
+                patch.setattr(window_use, "waiting_programs", lambda _, n=reading if rank else writing: n)
                 bound = BoundProgram(program, rank, contiguous_strides(x.shape), transport, x.dtype, _CPU)
                 for call in range(1, calls + 1):
                     for _request in bound.run(x, bound.fingerprint):

@@ -176,7 +176,7 @@ class Block:
             elif head in ("ret", "exit"):
                 return
             elif head in ("bar", "barrier"):
-                yield "bar"
+                yield "warp" if "warp" in one.name else "bar"
             elif head == "shfl":
                 assert one.name[2] == "bfly", one.text
                 target, source, lanes, *_ = one.operands
