@@ -13,6 +13,7 @@ from functools import partial
 from itertools import product, repeat
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import z3
@@ -23,13 +24,14 @@ from triton.runtime.jit import JITFunction
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import _NAMES, Specialisation, _as_compiled, _binder
 from shardweave.bench.suites.suite_host import Alone
+from shardweave.kernels import Failure, StridedBoxes, copy_boxes, copy_table, window_use
 from shardweave.planner import plan
 from shardweave.runtime.executor import copies
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.transports.backend_limits import Direction, WindowPolicy
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
-from shardweave.runtime.transports.symmetric_memory.window import pad_bytes
+from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes
 
 _CPU = torch.device("cpu")
 
@@ -124,6 +126,7 @@ class Ranks:
         memory: of each rank; it begins with `pads` bytes of words that ranks exchange.
         errors: addresses of the words in which ranks note that they have failed.
         shared: addresses of other words that several blocks use, and their bytes.
+        counters: of these, the ones in which a rank counts its blocks.
     """
 
     launches: list[list[tuple[int, Launch]]] = field(default_factory=list)
@@ -131,18 +134,21 @@ class Ranks:
     pads: int = 0
     errors: list[int] = field(default_factory=list)
     shared: dict[int, int] = field(default_factory=dict)
+    counters: set[int] = field(default_factory=set)
     kept: list[Any] = field(default_factory=list)
 
     @classmethod
-    def exchanging(cls, size: int, calls: int, direction: Direction) -> Ranks:
-        """Ranks that gather a tensor `calls` times."""
-        program = plan((size,), (256 * size, 4), "float32", "S0", "R")
+    def exchanging(cls, size: int, calls: int, direction: Direction, writing: int = 1, reading: int = 1) -> Ranks:
+        """Ranks that gather a tensor `calls` times. Each writes a window in `writing` tiles; launches of rank 0 have
+        at most `writing` programs, those of others `reading`."""
+        program = plan((size,), (256 * size * writing, 4), "float32", "S0", "R")
         ranks = cls(pads=pad_bytes(size))
         for rank in range(size):
             transport = _Transport(rank, size, 10.0, _Provider(rank, ranks.memory, size), Alone())
             transport._watchdog, transport.windows = None, WindowPolicy(direction)
             x, of_rank = torch.zeros(program.source_shape(rank)), list[tuple[int, Launch]]()
-            with recorded() as launches:
+            with recorded() as launches, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(window_use, "waiting_programs", lambda _, n=reading if rank else writing: n)
                 bound = BoundProgram(program, rank, contiguous_strides(x.shape), transport, x.dtype, _CPU)
                 for call in range(1, calls + 1):
                     for _request in bound.run(x, bound.fingerprint):
@@ -153,6 +159,36 @@ class Ranks:
             ranks.errors.append(transport.failure.error.data_ptr())
             ranks.kept += [transport, bound, x]
         return ranks
+
+    @classmethod
+    def taking_turns(cls, calls: int) -> Ranks:
+        """Two ranks that signal as token dispatches do: each writes the other's window, and reads its own one after a
+        barrier."""
+        part, ranks = 4096, cls(pads=pad_bytes(2))
+        ranks.memory = [{rank: torch.zeros(ranks.pads + part, dtype=torch.uint8) for rank in range(2)}]
+        for rank in range(2):
+            failure, of_rank = Failure(_CPU), list[tuple[int, Launch]]()
+            values, out = torch.zeros(2, part, dtype=torch.uint8)
+            with recorded() as launches:
+                window = Window(rank, ranks.memory[0], 0, failure)
+                box = StridedBoxes(*(np.zeros(shape, np.int64) for shape in ((1, 1), 1, (1, 1), 1)),
+                                   np.full((1, 1), part), np.ones((1, 1, 1), np.int64), np.ones((1, 1), np.int64))  # fmt: skip
+                for call in range(1, calls + 1):
+                    window.signal("acquire", 0, 1)
+                    copy_boxes(copy_table(box, torch.uint8, _CPU), [values], [window.data[1 - rank]])
+                    window.signal("barrier", 0, 1)
+                    copy_boxes(copy_table(box, torch.uint8, _CPU), [window.data[rank]], [out])
+                    window.signal("release", 0, 1)
+                    of_rank += [(call, launch) for launch in launches]
+                    launches.clear()
+            ranks.launches.append(of_rank)
+            ranks.errors.append(failure.error.data_ptr())
+            ranks.kept += [window, values, out]
+        return ranks
+
+    def calls(self, rank: int, calls: int) -> int:
+        """The number of launches of a rank's first calls."""
+        return sum(call <= calls for call, _ in self.launches[rank])
 
     def location(self, address: int, nbytes: int, data: int | None) -> Word | Data | None:
         if address in self.errors:
@@ -213,7 +249,12 @@ class Extraction:
                   if kinds[n] != "constexpr"]  # fmt: skip
         arguments = dict(zip(kernel.parameters, [*values, 0, 0], strict=True))
         failing = self.behaviour.failed or number in self.behaviour.failing
-        before, used, changed = dict(self.private), Counter[int](), set[int]()
+        before, used, changed = dict(self.private), Counter[int](), dict[int, Any]()
+        constants = launch.compiled.constants
+        warps = range(0, 32 * constants["num_warps"], 32)
+        # The first thread stands for its warp, whose lanes poll the peers in turn; other warps only copy.
+        threads = list(dict.fromkeys([*range(constants.get("PEERS", 1)), warps[-1]]))
+        settled = [] if self.behaviour.failing else self.ranks.errors[self.rank : self.rank + 1]
 
         def location(address: int, nbytes: int) -> Word | Data | None:
             at = self.ranks.location(address, nbytes, self.data)
@@ -226,35 +267,30 @@ class Extraction:
             pending: list[list[bool]] = [[]]
             at = program % launch.grid[0], program // launch.grid[0] % launch.grid[1], 0
             special = {f"%{kind}.{axis}": n for kind, of_axes in (("ctaid", at), ("nctaid", launch.grid))
-                       for axis, n in zip("xyz", of_axes, strict=True)}  # fmt: skip
+                       for axis, n in zip("xyz", of_axes, strict=True)} | {"global_smem": 0}  # fmt: skip
             while pending:
                 conditions: list[Any] = []
                 times = iter(range(0, 1 << 62, 1 << 50)) if self.behaviour.expired else repeat(0)
-                # Of each warp one thread: the others do nothing else.
                 block = Block(
-                    kernel, self.rank, f"{name}, program {program}", arguments, location, special,
-                    range(0, 32 * launch.compiled.constants["num_warps"], 32), dict(before),
-                    _decision(conditions, pending.pop(), pending), partial(next, times),
+                    kernel, self.rank, f"{name}, program {program}", arguments, location, special, threads,
+                    dict(before), _decision(conditions, pending.pop(), pending), partial(next, times), settled,
                 )  # fmt: skip
                 with suppress(Pruned):
                     block.run()
-                    events = events_of(block.threads)
-                    failed = any(map(fails, events))
-                    told = failed and not any("error" in str(e.at) and e.written is not None for e in events)
-                    if (failing or not failed) and (told or not self.behaviour.failed or not words_of(events)):
-                        threads = [t for t in block.threads if any(isinstance(n, Event) for n in t)]
-                        found.append((Path(conditions, threads), block))
+                    if failing or not any(map(fails, events_of(block.threads))):
+                        of_path = [t for t in block.threads if any(isinstance(n, Event) for n in t)]
+                        found.append((Path(conditions, of_path), block))
             assert found, f"no way through {name}"
             fine = [b for p, b in found if not any(map(fails, events_of(p.threads)))] or [found[0][1]]
-            changes = [{a: v for a, v in b.private.items() if before.get(a) != v} for b in fine]
-            assert all(other == changes[0] for other in changes), "private memory depends on what others write"
-            used.update(set[int]().union(*(b.touched for _, b in found)))
-            changed |= changes[0].keys()
-            self.private.update(changes[0])
+            for address, value in ((a, v) for b in fine for a, v in b.private.items() if before.get(a) != v):
+                assert changed.setdefault(address, value) == value, "private memory depends on what others write"
+            used.update(set[int]().union(*(b.counted for _, b in found)))
             yield _joined([path for path, _ in found])
         if shared := {address for address in changed if used[address] > 1}:
             self.ranks.shared |= dict.fromkeys(shared, 8)
+            self.ranks.counters |= shared
             raise SharedWords
+        self.private |= changed
 
 
 class SharedWords(Exception):
@@ -264,11 +300,13 @@ class SharedWords(Exception):
 def _decision(conditions: list[Any], choices: list[bool], pending: list[list[bool]]) -> Callable[[Any], bool]:
     """Takes branches as `choices` says where both ways are possible, then the first one; the other is left for later,
     in `pending`. What holds then is appended to the conditions."""
-    solver, taken, known = z3.Solver(), list[bool](), dict[str, bool]()
+    solver, taken, known = z3.Solver(), list[bool](), dict[int, bool]()
+    kept: list[Any] = []  # a term has its number as long as it exists
 
     def decide(term: Any) -> bool:
-        text = str(term)
-        if text not in known:
+        if z3.is_true(term) or z3.is_false(term):
+            return z3.is_true(term)
+        if term.get_id() not in known:
             possible = [c for c in (True, False) if solver.check(term if c else z3.Not(term)) == z3.sat]
             if len(possible) == 2:
                 if len(taken) == len(choices):
@@ -276,10 +314,11 @@ def _decision(conditions: list[Any], choices: list[bool], pending: list[list[boo
                     choices.append(True)
                 possible = [choices[len(taken)]]
                 taken.append(possible[0])
-            known[text] = possible[0]
-            conditions.append(term if known[text] else z3.Not(term))
+            known[term.get_id()] = possible[0]
+            conditions.append(term if possible[0] else z3.Not(term))
+            kept.append(term)
             solver.add(conditions[-1])
-        return known[text]
+        return known[term.get_id()]
 
     return decide
 
@@ -328,22 +367,40 @@ def executions(
     """
     while True:
         after: list[tuple[Node, Node]] = []
-        blocks: list[list[Path]] = []
+        of_ranks: list[list[Sequence[Path]]] = []
         try:
             for rank, behaviour in behaviours.items():
+                blocks: list[list[Path]] = []
                 end = Node()
                 for _, ways in Extraction(ranks, rank, behaviour, data, change).launches():
                     begin, end, before = Node(), Node(), end
                     after += [(before, begin), (begin, end)] if streams else []
                     blocks += [[Path(c, [[begin, *t, end] for t in threads]) for c, threads in of_block]
                                for of_block in ways]  # fmt: skip
+                of_ranks.append([paths for paths in product(*blocks) if _may_count(ranks, paths, after)])
             break
         except SharedWords:
             continue
-    for combined in product(*blocks):
-        found = Execution([t for path in combined for t in path.threads], _initial, after)
-        found.solver.add(*(c for path in combined for c in path.conditions))
-        yield found
+    for combined in product(*of_ranks):
+        yield _execution([path for paths in combined for path in paths], after)
+
+
+def _execution(paths: Sequence[Path], after: Sequence[tuple[Node, Node]]) -> Execution:
+    found = Execution([t for path in paths for t in path.threads], _initial, after)
+    found.solver.add(*(c for path in paths for c in path.conditions))
+    return found
+
+
+def _may_count(ranks: Ranks, paths: Sequence[Path], after: Sequence[tuple[Node, Node]]) -> bool:
+    """Whether the words in which a rank counts its blocks allow these paths, as far as only they are looked at: other
+    operations can only forbid more."""
+    counting = [Path(path.conditions, [
+        [n for n in nodes if not isinstance(n, Event) or getattr(n.at, "address", None) in ranks.counters]
+        for nodes in path.threads
+    ]) for path in paths]  # fmt: skip
+    if not any(events_of(path.threads) for path in counting):
+        return True
+    return _execution(counting, after).find() is not None
 
 
 def _initial(at: Any) -> int:
@@ -357,8 +414,8 @@ def last_write(ranks: Ranks, rank: int, data: int) -> int:
 
 
 def followed(ranks: Ranks, writer: int, reader: int, direction: Direction) -> int:
-    """The address of data that one rank writes for another, not by the first thread of a block."""
-    extractions = [Extraction(ranks, rank) for rank in (writer, reader)]
+    """The address of data that one rank writes for another in the first call, not by the first thread of a block."""
+    extractions = [Extraction(ranks, rank, Behaviour(ranks.calls(rank, 1))) for rank in (writer, reader)]
     for extraction in extractions:
         while True:
             with suppress(SharedWords):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "shl": lambda a, b: a << b,
     "shr": lambda a, b: a >> b, "not": lambda a: ~a, "neg": lambda a: -a, "mov": lambda a: a, "cvt": lambda a: a,
     "cvta": lambda a: a, "selp": lambda a, b, c: a if c else b, "bfe": lambda a, b, c: a >> b & (1 << c) - 1,
+    "max": max, "min": min,
     "div": lambda a, b: int(a / b) if abs(a) < 1 << 52 else a // b, "rem": lambda a, b: a - b * int(a / b),
 }  # fmt: skip
 
@@ -105,7 +106,8 @@ class Block:
         touched: addresses of `private` that it has accessed.
         decide: which way a branch on a term goes.
         clock: the global timer's next value.
-        numbers: the threads that are run; those of compiled kernels do not need each other.
+        numbers: the threads that are run. Where warps exchange values, a thread that is not run has its partner's value.
+        settled: addresses of words that nobody changes: loads of them are no events.
     """
 
     kernel: Kernel
@@ -118,6 +120,7 @@ class Block:
     private: dict[int, int] = field(default_factory=dict)
     decide: Callable[[Any], bool] = bool
     clock: Callable[[], int] = lambda: 0
+    settled: Container[int] = ()
     threads: list[list[Node]] = field(default_factory=list)
 
     def run(self) -> None:
@@ -126,14 +129,18 @@ class Block:
         self.shared: dict[int, Any] = {}
         self.accessed: set[tuple[int, int, Any]] = set()
         self.touched: set[int] = set()
+        self.counted: set[int] = set()  # of them, those of atomic operations
+        self.exchanged: dict[int, Any] = {}  # in shuffles, by thread
         self.registers: list[dict[str, Any]] = [{} for _ in self.numbers]
         running = [self._thread(i) for i in range(len(self.numbers))]
         while running:
-            waiting = [thread for thread in running if next(thread, None) is not None]
+            reached = [(thread, head) for thread in running if (head := next(thread, None))]
+            heads = {head for _, head in reached}
+            assert len(heads) <= 1, f"threads wait at different instructions: {heads}"
             barrier = Node()
-            for nodes in self.threads if waiting else ():
+            for nodes in self.threads if "bar" in heads else ():
                 nodes.append(barrier)
-            running = waiting
+            running = [thread for thread, _ in reached]
 
     def _value(self, registers: dict[str, Any], operand: str, number: int) -> Any:
         if operand in registers:
@@ -155,7 +162,7 @@ class Block:
         value = self._value(registers, base.strip(), number)
         return value + int(offset) if isinstance(value, int) and offset.strip() not in ("", "0") else value
 
-    def _thread(self, number: int) -> Iterator[bool]:
+    def _thread(self, number: int) -> Iterator[str]:
         registers, at = self.registers[number], 0
         while at < len(self.kernel.instructions):
             one = self.kernel.instructions[at]
@@ -169,7 +176,15 @@ class Block:
             elif head in ("ret", "exit"):
                 return
             elif head in ("bar", "barrier"):
-                yield True
+                yield "warp" if "warp" in one.name else "bar"
+            elif head == "shfl":
+                assert one.name[2] == "bfly", one.text
+                target, source, lanes, *_ = one.operands
+                own = self.exchanged[self.numbers[number]] = self._value(registers, source, number)
+                yield head
+                theirs = self.exchanged.get(self.numbers[number] ^ int(lanes))
+                registers[target] = own if theirs is None else theirs
+                yield head
             elif head in ("fence", "membar"):
                 self._fence(number, one)
             elif head in ("ld", "st", "atom", "red"):
@@ -186,30 +201,35 @@ class Block:
         values = [self._value(registers, o, number) for o in operands]
         if head == "mov" and isinstance(values[0], str) and operands[0] in self.arguments:
             values = [operands[0]]  # the address of a parameter
+        if target.startswith("{"):  # the parts of a value, from the low bits on
+            parts = target.strip("{} ").split(",")
+            bits = int(kind[1:]) // len(parts)
+            for i, part in enumerate(parts):
+                registers[part.strip()] = _bits_of(values[0], i * bits, bits)
+            return
         registers[target] = self._result(head, one.name, kind, values)
 
     def _result(self, head: str, name: tuple[str, ...], kind: str, values: list[Any]) -> Any:
         if head == "selp":
-            if values[2] is None:
-                return None
-            return values[0 if self._is(values[2]) else 1]
+            if values[2] is None or None in values[:2] or not z3.is_expr(values[2]):
+                return None if values[2] is None else values[0 if self._is(values[2]) else 1]
+            first, second = (_term(v, int(kind[1:])) for v in values[:2])
+            return z3.simplify(z3.If(values[2], first, second))
         if None in values or (head not in _COMPUTED and head != "setp"):
             return None
+        terms = any(z3.is_expr(v) for v in values)
         if head == "mov" or kind == "pred":
-            terms = any(z3.is_expr(v) for v in values)
             if terms and head != "mov":
-                return {"and": z3.And, "or": z3.Or, "not": z3.Not, "xor": z3.Xor}[head](*values)
+                return z3.simplify({"and": z3.And, "or": z3.Or, "not": z3.Not, "xor": z3.Xor}[head](*values))
             return values[0] if head == "mov" else (not values[0]) if head == "not" else _COMPUTED[head](*values)
         if kind[0] == "f":
             return None
+        if head == "cvt" and terms:
+            return _converted(values[0], name[-2], kind)
+        if terms:
+            return z3.simplify(_of_terms(head, name[1], kind, [_term(v, int(kind[1:])) for v in values]))
         if head == "cvt":
             kind = name[-2] if len(name) > 2 and name[-2][0] in "usb" else kind
-        if any(z3.is_expr(v) for v in values):  # 64 bits, as all words that ranks exchange
-            values = [v if z3.is_expr(v) else z3.BitVecVal(v, _width(values)) for v in values]
-            unsigned = {"lt": z3.ULT, "le": z3.ULE, "gt": z3.UGT, "ge": z3.UGE}
-            if head == "setp" and kind[0] == "u" and name[1] in unsigned:
-                return unsigned[name[1]](*values)
-            return z3.simplify(_COMPARED[name[1]](*values) if head == "setp" else _COMPUTED[head](*values))
         wide = f"{kind[0]}{2 * int(kind[1:])}" if "wide" in name else kind
         values = [v if isinstance(v, bool) else _number(v, wide if i == 2 else name[-1]) for i, v in enumerate(values)]
         if head == "setp":
@@ -250,6 +270,9 @@ class Block:
                     registers[targets[i]] = self.shared.get(address if i == 0 else address + i * width)
             return
         assert address is not None and not z3.is_expr(address), f"an address is not known: {one.text}"
+        if address in self.settled and head == "ld":
+            registers[targets[0]] = int.from_bytes(ctypes.string_at(address, width), "little", signed=True)
+            return
         at = self.location(address, width * count)
         if at is None:
             self._private(registers, targets, head, one, address, width, count, rest)
@@ -264,13 +287,19 @@ class Block:
                 f"{self.gpu}.{self.name}.{self.numbers[number]}.{len(self.threads[number])}", 64 if data else 8 * width
             )
         )
-        written = self._modified(one, read, rest) if atomic else rest[0] if stores else None
+        written = self._modified(one, read, rest) if atomic else self._stored(rest[0]) if stores else None
         if data:
             registers |= dict.fromkeys(targets)
             written = z3.FreshConst(z3.BitVecSort(64), "data") if stores else None
         elif targets:
             registers[targets[0]] = read
         self._add(number, one, {"volatile": "relaxed"}.get(order, order), scope, at, read, written)
+
+    def _stored(self, value: Any) -> Any:
+        """What is stored if this is a choice: a path has one of the two."""
+        while z3.is_expr(value) and z3.is_app_of(value, z3.Z3_OP_ITE):
+            value = value.arg(1 if self.decide(value.arg(0)) else 2)
+        return value.as_signed_long() if z3.is_bv_value(value) else value
 
     @staticmethod
     def _modified(one: Instruction, old: Any, rest: Sequence[Any]) -> Any:
@@ -290,6 +319,7 @@ class Block:
             here, signed = address + i * width, "s" if width == 8 else "u"
             self.touched.add(here)
             if head != "st":
+                self.counted |= {here} if head != "ld" else set()
                 old = self.private.get(here)
                 if old is None and here not in self.private:
                     old = _number(int.from_bytes(ctypes.string_at(here, width), "little"), f"{signed}{8 * width}")
@@ -306,5 +336,37 @@ class Block:
         self.threads[number].append(event)
 
 
-def _width(values: Sequence[Any]) -> int:
-    return next(v.size() for v in values if z3.is_bv(v))
+def _term(value: Any, bits: int) -> Any:
+    return value if z3.is_expr(value) else z3.BitVecVal(value, bits)
+
+
+def _bits_of(value: Any, start: int, bits: int) -> Any:
+    if z3.is_expr(value):
+        return z3.simplify(z3.Extract(start + bits - 1, start, value))
+    return None if value is None else value >> start & (1 << bits) - 1
+
+
+def _converted(value: Any, to: str, kind: str) -> Any:
+    more = int(to[1:]) - value.size()
+    if more <= 0:
+        return _bits_of(value, 0, int(to[1:]))
+    return z3.simplify(z3.SignExt(more, value) if kind[0] == "s" else z3.ZeroExt(more, value))
+
+
+def _of_terms(head: str, comparison: str, kind: str, values: Sequence[Any]) -> Any:
+    signed = kind[0] == "s"
+    if head == "setp":
+        unsigned = {"lt": z3.ULT, "le": z3.ULE, "gt": z3.UGT, "ge": z3.UGE}
+        return _COMPARED[comparison](*values) if signed else unsigned.get(comparison, _COMPARED[comparison])(*values)
+    if head in ("max", "min"):
+        a, b = values
+        if _equal(a, b):  # as values are that warps have exchanged
+            return a
+        return z3.If((a > b if signed else z3.UGT(a, b)) == (head == "max"), a, b)
+    return z3.LShR(*values) if head == "shr" and not signed else _COMPUTED[head](*values)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    solver = z3.Solver()
+    solver.add(a != b)
+    return solver.check() == z3.unsat
