@@ -103,8 +103,9 @@ def test_memory_is_not_written_again_before_it_is_read(direction: str, programs:
 
 
 @long
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if "acquire" not in v])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if "release" in v])
 def test_reuse_before_the_end_of_reads_is_found(variant: str) -> None:
+    """Not if only the count of programs is wrong: the writer has also waited for the reader's next data."""
     change, changed = changing(variant)
     ranks = Ranks.exchanging(2, 3, "push", reading=VARIANTS[variant][2])
     data = followed(ranks, 0, 1, "push")
@@ -118,9 +119,10 @@ def reused(
     """Executions in which rank 1 reads in its first call what rank 0 writes in its first, and in a later one."""
     good, bad = [], []
     for found in executions(ranks, {0: writer, 1: Behaviour(ranks.calls(1, 1) + 1)}, data, change):
-        (read,), (first, *later) = reads(found, 1), writes(found, 0)
-        good.append(found.find(found.reads_from(read, first)))
-        bad += [found.find(found.reads_from(read, write)) for write in later]
+        (read,) = reads(found, 1)
+        for write in writes(found, 0):
+            first = "launch 1," in str(write.thread.block)
+            (good if first else bad).append(found.find(found.reads_from(read, write)))
     return [text for text in good if text], [text for text in bad if text]
 
 

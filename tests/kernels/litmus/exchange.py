@@ -171,8 +171,9 @@ class Ranks:
             values, out = torch.zeros(2, part, dtype=torch.uint8)
             with recorded() as launches:
                 window = Window(rank, ranks.memory[0], 0, failure)
-                box = StridedBoxes(*(np.zeros(shape, np.int64) for shape in ((1, 1), 1, (1, 1), 1)),
-                                   np.full((1, 1), part), np.ones((1, 1, 1), np.int64), np.ones((1, 1), np.int64))  # fmt: skip
+                zeros = (np.zeros(shape, np.int64) for shape in ((1, 1), 1, (1, 1), 1))
+                strides = (np.ones(shape, np.int64) for shape in ((1, 1, 1), (1, 1)))
+                box = StridedBoxes(*zeros, np.full((1, 1), part), *strides)
                 for call in range(1, calls + 1):
                     window.signal("acquire", 0, 1)
                     copy_boxes(copy_table(box, torch.uint8, _CPU), [values], [window.data[1 - rank]])
@@ -344,7 +345,7 @@ def _joined(found: list[Path]) -> list[Path]:
     kept: dict[Hashable, Path] = {}
     for path in found:
         events = events_of(path.threads)
-        polls = [e for e in words_of(events) if e.read is not None and e.written is None]
+        polls = [e for e in words_of(events) if e.read is not None and e.written is None and "pad" in str(e.at)]
         last = {(e.thread, e.at): e for e in polls}
         earlier = [e for e in polls if last[e.thread, e.at] is not e]
         conditions = [c for c in path.conditions if not any(mentions(c, e.read) for e in earlier)]

@@ -106,7 +106,7 @@ class Block:
         touched: addresses of `private` that it has accessed.
         decide: which way a branch on a term goes.
         clock: the global timer's next value.
-        numbers: the threads that are run. Where warps exchange values, a thread that is not run has its partner's value.
+        numbers: the threads that are run. In an exchange of a warp's values the others have their partner's.
         settled: addresses of words that nobody changes: loads of them are no events.
     """
 
