@@ -44,6 +44,7 @@ assert api.redistribute_local_tensor.__module__.startswith("torch") and not hasa
 """
 
 
+@pytest.mark.long
 def test_missing_names_are_reported() -> None:
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
