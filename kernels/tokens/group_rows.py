@@ -94,7 +94,7 @@ def lay_out(
     bad = tl.zeros([RANKS], tl.int64)
     for base in range(0, ranks, RANKS):
         r = base + tl.arange(0, RANKS)
-        known = (r < ranks) & valid
+        known = tl.where(valid, r, ranks) < ranks  # `&` of a vector and a number is no mask to Triton 3.9's interpreter
         block = tl.load(matrix + r[:, None] * pitch + s[None, :], mask=known[:, None] & there[None, :], other=0)
         total += tl.sum(block, 0)
         before += tl.sum(tl.where((r < me)[:, None], block, 0), 0)
@@ -103,7 +103,7 @@ def lay_out(
         if COPY:
             tl.store(matrix_out + r[:, None] * width + s[None, :], block, mask=(r < ranks)[:, None] & there[None, :])
             tl.store(matrix_out + r * width + physical_experts, of_bad, mask=r < ranks)
-    mine = tl.load(matrix + me * pitch + s, mask=there & valid, other=0)
+    mine = tl.load(matrix + me * pitch + s, mask=tl.where(valid, s, physical_experts) < physical_experts, other=0)
     kept = tl.minimum(total, expert_capacity)
     if BATCHED:
         padded = tl.where(there, expert_capacity, 0)
@@ -164,8 +164,8 @@ def group_rows_kernel(
     BATCHED: tl.constexpr,
 ):
     start, limit, begins, ends, fits, dropped, bad = lay_out(
-        matrix, first_table, matrix, True, physical_experts + 1, ranks, physical_experts, me, align, capacity,
-        expert_capacity, EXPERTS, RANKS, BATCHED, False,
+        matrix, first_table, matrix, tl.full((), True, tl.int1), physical_experts + 1, ranks, physical_experts, me,
+        align, capacity, expert_capacity, EXPERTS, RANKS, BATCHED, False,
     )  # fmt: skip
     store_groups(
         start_out, limit_out, offsets_out, counts_out, padded_out, num_rows_out, overflow_out,

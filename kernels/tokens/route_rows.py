@@ -74,7 +74,7 @@ def route_rows_kernel(
     TOKENS: tl.constexpr,
 ):
     """Program i locates the pairs of blocks i, i + programs, ... of TOKENS tokens; the first stores the groups."""
-    valid = True
+    valid = tl.full((), True, tl.int1)
     if CHECKED:
         valid = tl.load(error) == 0
     first = tl.program_id(0) == 0
