@@ -94,7 +94,7 @@ def lay_out(
     bad = tl.zeros([RANKS], tl.int64)
     for base in range(0, ranks, RANKS):
         r = base + tl.arange(0, RANKS)
-        known = tl.where(valid, r, ranks) < ranks  # `&` of a vector and a number is no mask to Triton 3.9's interpreter
+        known = r < tl.where(valid, ranks, 0)  # `&` of a vector and a number is no mask to Triton 3.9's interpreter
         block = tl.load(matrix + r[:, None] * pitch + s[None, :], mask=known[:, None] & there[None, :], other=0)
         total += tl.sum(block, 0)
         before += tl.sum(tl.where((r < me)[:, None], block, 0), 0)
@@ -103,7 +103,7 @@ def lay_out(
         if COPY:
             tl.store(matrix_out + r[:, None] * width + s[None, :], block, mask=(r < ranks)[:, None] & there[None, :])
             tl.store(matrix_out + r * width + physical_experts, of_bad, mask=r < ranks)
-    mine = tl.load(matrix + me * pitch + s, mask=tl.where(valid, s, physical_experts) < physical_experts, other=0)
+    mine = tl.load(matrix + me * pitch + s, mask=s < tl.where(valid, physical_experts, 0), other=0)
     kept = tl.minimum(total, expert_capacity)
     if BATCHED:
         padded = tl.where(there, expert_capacity, 0)
