@@ -32,6 +32,7 @@ SMALL = Shape(tokens=40, hidden=16, top_k=3, experts=8, ranks=4)
 
 
 @pytest.mark.interp
+@pytest.mark.long
 def test_dry_run_measures_every_row(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardweave.bench.gpu.targets", "--dry", "--out", str(tmp_path)]
     ran = run_python(command, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=500)

@@ -27,6 +27,7 @@ def train(program: str, **options: int) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_both_sides_train_alike() -> None:
     outcome, shown = train("training")
     theirs, ours = outcome["losses"]["torch"], outcome["losses"]["shardweave"]

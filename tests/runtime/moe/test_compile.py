@@ -56,7 +56,6 @@ needs_a_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor on CPUs needs a C++ compiler"
 )
 # Inductor includes everything that aot_eager does.
-BACKENDS = [pytest.param("aot_eager", marks=pytest.mark.long), pytest.param("inductor", marks=needs_a_compiler)]
 
 
 def compiled(function, backend="aot_eager"):
@@ -260,8 +259,15 @@ def as_one_rank(rank: int, backend: str | None, compiling: int, layers: int) -> 
 
 # Ranks of an SPMD program compile it alike: in the gate one of them, beside one that does not.
 @pytest.mark.multi
-@pytest.mark.parametrize(("compiling", "layers"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "compiling", "layers"),
+    [
+        ("aot_eager", 1, 1),
+        pytest.param("aot_eager", 2, 2, marks=pytest.mark.long),
+        pytest.param("inductor", 1, 1, marks=[needs_a_compiler, pytest.mark.long]),
+        pytest.param("inductor", 2, 2, marks=[needs_a_compiler, pytest.mark.long]),
+    ],
+)
 def test_processes_compiled(backend, compiling, layers):
     assert run_ranks(as_one_rank, 2, backend, compiling, layers) == run_ranks(as_one_rank, 2, None, 0, layers)
 
