@@ -171,7 +171,8 @@ def check_in_two_dims(transport: str, every: int) -> None:
         assert [bool(c) for c in counts] == [bool(odd) for odd in TWO_DIMS.values()]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("process_group", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_two_dim_mesh_matches_torch_bitwise(transport: str) -> None:
     check_in_two_dims(transport, 37)
 

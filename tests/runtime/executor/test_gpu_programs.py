@@ -169,6 +169,7 @@ def test_call_reads_no_tensor_values(transport: dict[str, Any], monkeypatch: pyt
 
 @pytest.mark.interp
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@pytest.mark.long
 def test_programs_with_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

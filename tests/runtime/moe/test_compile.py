@@ -257,17 +257,11 @@ def as_one_rank(rank: int, backend: str | None, compiling: int, layers: int) -> 
     return [y.tolist(), x.grad.tolist(), weights.grad.tolist()]
 
 
-# Ranks of an SPMD program compile it alike: in the gate one of them, beside one that does not.
+# Virtual ranks compile in the gate. Ranks of an SPMD program compile it alike, or one of them beside one that does not.
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    ("backend", "compiling", "layers"),
-    [
-        ("aot_eager", 1, 1),
-        pytest.param("aot_eager", 2, 2, marks=pytest.mark.long),
-        pytest.param("inductor", 1, 1, marks=[needs_a_compiler, pytest.mark.long]),
-        pytest.param("inductor", 2, 2, marks=[needs_a_compiler, pytest.mark.long]),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("compiling", "layers"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_a_compiler)])
 def test_processes_compiled(backend, compiling, layers):
     assert run_ranks(as_one_rank, 2, backend, compiling, layers) == run_ranks(as_one_rank, 2, None, 0, layers)
 
