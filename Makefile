@@ -1,4 +1,5 @@
-# make demo | bench | test | test-long | test-nightly | nightly | test-torch | test-newest | check | docs | docs-site | gpu:
+# make demo | bench | test | test-long | test-nightly | nightly | test-torch | test-newest | faults | soak | check | docs |
+# docs-site | gpu:
 # each sets up what it needs.
 
 VENV ?= .venv
@@ -17,7 +18,7 @@ ifneq ($(shell cat "$(READY)" 2>/dev/null),$(CURDIR))
 .PHONY: $(READY)
 endif
 
-.PHONY: demo bench test test-long test-nightly nightly test-torch test-newest check docs docs-site gpu
+.PHONY: demo bench test test-long test-nightly nightly test-torch test-newest faults soak check docs docs-site gpu
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -41,8 +42,9 @@ test-nightly: $(READY)
 test-long: $(READY)
 	TORCHINDUCTOR_VEC_ISA_OK=1 "$(BIN)/pytest" -m long $(ARGS)
 
-# Every test that this machine can run, and those of `test-newest`.
-nightly: test test-nightly test-newest
+# Every test that this machine can run, and those of the runtime on the newest torch.
+nightly: test test-nightly
+	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy
 
 # The drop-in replaces names of torch's own, which differ between its versions: the runtime's tests on another one, in an
 # environment of its own. Builds for GPUs are gigabytes. The interpreter of triton 3.6, which comes with torch 2.11, fails
@@ -51,23 +53,41 @@ TORCH ?= 2.11.0
 NUMPY ?= numpy<2.4
 TORCH_VENV ?= .venv-torch-$(TORCH)
 TORCH_TESTS ?= tests/runtime
-test-torch:
+TORCH_READY := $(TORCH_VENV)/.shardweave-ready
+ifneq ($(shell cat "$(TORCH_READY)" 2>/dev/null),$(CURDIR))
+.PHONY: $(TORCH_READY)
+endif
+test-torch: $(TORCH_READY)
+	"$(TORCH_VENV)/bin/pytest" -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(TORCH_TESTS) $(ARGS)
+
+$(TORCH_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv "$(TORCH_VENV)"
 	sed -E '/^(numpy|torch|triton)==/d' constraints.txt > "$(TORCH_VENV)/constraints.txt"
 	"$(TORCH_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
 	    "torch==$(TORCH)" "$(NUMPY)" --editable ".[dev]" -c "$(TORCH_VENV)/constraints.txt"
 	"$(TORCH_VENV)/bin/python" -c "import shardweave.bench.harness.ranks"  # compiles what each process imports
-	"$(TORCH_VENV)/bin/pytest" -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(TORCH_TESTS) $(ARGS)
+	@printf '%s' "$(CURDIR)" > "$@"
 
-# What depends on torch's and triton's internals, on the newest release that is supported.
+# On the newest release that is supported, what depends on torch's and triton's internals, on shared memory: install(),
+# redistribution, FSDP2, checkpoints, costs, dispatch modes, torch.compile, spmd_types, TokenSwitch, kernels compiled
+# ahead of time, and their launches. `make test-torch` runs the rest, and other transports.
 NEWEST ?= 2.15.0
-DEPENDS_ON_INTERNALS := \
-    tests/runtime/test_*.py tests/runtime/dtensor tests/runtime/tracing tests/runtime/moe/test_activation.py \
-    tests/runtime/moe/test_compile.py tests/runtime/moe/test_torchtitan_*.py tests/runtime/moe/test_token_switch*.py \
-    tests/runtime/transports/test_backends.py tests/runtime/transports/test_symmetric_memory.py tests/kernels/test_*aot.py \
-    tests/kernels/test_triton_launcher.py tests/cli/test_doctor.py
+NEWEST_WORKERS ?= 1
+DTENSOR_ON_NEWEST := drop_in redistribute fsdp checkpoint checkpointable_tensor sharding_costs dispatch_modes spmd_types \
+    shard_to_partial
+ON_NEWEST := $(DTENSOR_ON_NEWEST:%=tests/runtime/dtensor/test_%.py) tests/runtime/test_torch_private_names.py \
+    tests/runtime/test_flight_recorder.py tests/runtime/moe/test_compile.py tests/runtime/moe/test_token_switch*.py \
+    tests/runtime/moe/test_torchtitan_*.py tests/kernels/test_*aot.py tests/kernels/test_triton_launcher.py \
+    tests/cli/test_doctor.py
 test-newest:
-	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy TORCH_TESTS="$(DEPENDS_ON_INTERNALS)"
+	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy TORCH_TESTS="$(ON_NEWEST)" WORKERS=$(NEWEST_WORKERS) \
+	    ARGS='-k "not process_group and not hierarchical" $(ARGS)'
+
+# A rank dies, stops, raises or exits at each of many points; and many random calls, with memory watched. They take so long
+# at most, and print tables: docs/reliability.md has the figures.
+SECONDS ?= 600
+faults soak: $(READY)
+	"$(BIN)/python" -m shardweave.bench.reliability.$@ --seconds $(SECONDS) $(ARGS)
 
 # mypy does not follow an editable install, and the clone's folder may have any name: it gets a link with the right one.
 check: $(READY)

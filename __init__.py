@@ -47,6 +47,7 @@ except (ImportError, AttributeError) as error:
         f"docs/versions.md lists the versions of torch that are supported"
     ) from error
 from shardweave.runtime import (
+    BalancedExperts,
     ExpertParallel,
     FSDPAllGather,
     FSDPReduceScatter,
@@ -58,6 +59,7 @@ from shardweave.runtime import (
     TokenLoad,
     VirtualTokenDispatcher,
     adapt_fsdp,
+    balance_experts,
     bind,
     checkpointable_tensor,
     dump_flight_records,
@@ -67,6 +69,7 @@ from shardweave.runtime import (
     install,
     installed,
     is_installed,
+    move_experts,
     ordered_redistribute_local_tensor,
     plan,
     plan_batch,
@@ -84,6 +87,7 @@ from shardweave.runtime import (
     silu_and_mul,
     simulate,
     stats,
+    sum_replicas,
     uninstall,
     whole_of_shares,
 )
@@ -109,6 +113,7 @@ __all__ = [
     "NVLINK_INFINIBAND",
     "NVLINK_NODE",
     "ArgumentError",
+    "BalancedExperts",
     "Batch",
     "CapacityError",
     "DisagreementError",
@@ -139,6 +144,7 @@ __all__ = [
     "VirtualTokenDispatcher",
     "TransportError",
     "adapt_fsdp",
+    "balance_experts",
     "bind",
     "checkpointable_tensor",
     "draw",
@@ -149,6 +155,7 @@ __all__ = [
     "install",
     "installed",
     "is_installed",
+    "move_experts",
     "ordered_redistribute_local_tensor",
     "plan",
     "plan_batch",
@@ -166,6 +173,7 @@ __all__ = [
     "silu_and_mul",
     "simulate",
     "stats",
+    "sum_replicas",
     "uninstall",
     "whole_of_shares",
 ]

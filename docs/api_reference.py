@@ -50,6 +50,7 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "Dispatch and combine": (
                 "TokenDispatcher", "RoutedTokens", "TokenLoad", "silu_and_mul", "VirtualTokenDispatcher",
             ),
+            "Balance": ("balance_experts", "BalancedExperts", "move_experts", "sum_replicas"),
             "In models": ("ExpertParallel", "share_of_tokens", "whole_of_shares"),
             "Other libraries": ("TorchtitanDispatcher", "generate_permute_indices"),
         },

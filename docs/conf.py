@@ -19,8 +19,8 @@ NAVIGATION = {
     "README": {
         "Use": [
             "docs/concepts", "docs/getting-started", "docs/dtensor", "docs/redistribute", "docs/token-dispatch",
-            "docs/several-machines", "docs/torchtitan", "docs/huggingface", "docs/benchmarking", "docs/observability",
-            "docs/when-not-to-use", "docs/limits",
+            "docs/several-machines", "docs/torchtitan", "docs/huggingface", "docs/moe-frameworks", "docs/benchmarking",
+            "docs/observability", "docs/reliability", "docs/when-not-to-use", "docs/limits",
         ],
         "Look up": ["docs/troubleshooting", "docs/errors", "docs/environment", "docs/versions", "CHANGELOG"],
         "API": ["docs/api/index"],

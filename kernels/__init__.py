@@ -7,7 +7,8 @@ from .boxes import SourceRows, StridedBoxes, TargetRows, Where, source_views, ta
 from .channel import SLOT, UNLIMITED, Channel, Code, Failure, pack
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
-from .launch import interpreted, on_device, uploaded
+from .direct_boxes import DirectTable, DirectUse
+from .launch import interpreted, on_device, processors_of, recorded_launches, uploaded
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
 from .reduce_cpu import reduce_views
 from .signal import build_signal, signal, wait_limit
@@ -21,10 +22,12 @@ from .tokens.offer_rows import offer_rows
 from .tokens.pairs_cpu import Pairs
 from .tokens.push_rows import padding_rows, push_rows
 from .tokens.receive_rows import receive_rows
+from .tokens.repeated_dispatch import RepeatedDispatch
 from .tokens.route_rows import route_rows
 from .tokens.rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
 from .tokens.silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tokens.weigh_rows import weigh_rows
+from .tokens.window_signals import WindowBarrier, WindowSignals
 from .window_boxes import run_in_window, window_table
 from .window_use import HALVES, Turn, Watch, WindowUse
 
@@ -43,6 +46,8 @@ __all__ = [
     "ChosenBuffers",
     "Code",
     "CopyTable",
+    "DirectTable",
+    "DirectUse",
     "Failure",
     "Groups",
     "Launch",
@@ -50,6 +55,7 @@ __all__ = [
     "ReduceTable",
     "CountShare",
     "CountedPairs",
+    "RepeatedDispatch",
     "RowLaunch",
     "PhysicalExperts",
     "SourceRows",
@@ -58,6 +64,8 @@ __all__ = [
     "Turn",
     "Watch",
     "Where",
+    "WindowBarrier",
+    "WindowSignals",
     "WindowUse",
     "WordComparison",
     "build_signal",
@@ -76,9 +84,11 @@ __all__ = [
     "offer_rows",
     "on_device",
     "pack",
+    "processors_of",
     "padding_rows",
     "push_rows",
     "receive_rows",
+    "recorded_launches",
     "reduce_boxes",
     "reduce_boxes_cpu",
     "reduce_launches",

@@ -41,16 +41,37 @@ def copy_tile(
     HAS_FILL: tl.constexpr,
 ):
     """Copy a tile of up to ROWS x COLS words."""
+    source_base = source_address(source_table, tl.load(row), source0, source1, source2, source3, SOURCES)
+    target_base = target_address(target_table, tl.load(row + 1), target0, TARGETS)
+    copy_words(
+        row, source_base, target_base, fill, WORD, VS, VD, ROWS, COLS, TRANSPOSED, ALIGN_S, ALIGN_D, HAS_FILL
+    )  # fmt: skip
+
+
+@triton.jit
+def copy_words(
+    row,  # of the tile's descriptor, int64 [8]
+    source_base,  # address
+    target_base,
+    fill,
+    WORD: tl.constexpr,
+    VS: tl.constexpr,
+    VD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ALIGN_S: tl.constexpr,
+    ALIGN_D: tl.constexpr,
+    HAS_FILL: tl.constexpr,
+):
+    """`copy_tile` between buffers at these addresses."""
     source_id = tl.load(row)
-    target_id = tl.load(row + 1)
     source_offset = tl.multiple_of(tl.load(row + 2), VS)
     target_offset = tl.multiple_of(tl.load(row + 3), VD)
     source_stride = tl.multiple_of(tl.load(row + 4), VS)
     target_stride = tl.multiple_of(tl.load(row + 5), VD)
     rows = tl.load(row + 6).to(tl.int32)
     cols = tl.load(row + 7).to(tl.int32)
-    source_base = source_address(source_table, source_id, source0, source1, source2, source3, SOURCES)
-    target_base = target_address(target_table, target_id, target0, TARGETS)
     # Integer addresses lose their alignment; accesses are vectorised only if it and that of the bounds are known.
     source = tl.multiple_of(source_base.to(tl.pointer_type(WORD)), ALIGN_S) + source_offset
     target = tl.multiple_of(target_base.to(tl.pointer_type(WORD)), ALIGN_D) + target_offset
@@ -123,6 +144,8 @@ def copy_boxes_kernel(
 class CopyTable:
     """Prepared boxes for copy_boxes on one device. Made by copy_table."""
 
+    pieces = False  # as for `tile_launches`
+
     def __init__(
         self,
         boxes: StridedBoxes,
@@ -173,7 +196,9 @@ class CopyTable:
         """Return the launches of a variant, each with its compile-time constants. Does not compile."""
         aligns, buffers = (source_align, target_align), (self.sources.count, self.targets.count)
         here = processors_of(self.device)
-        launches = copy_launches(self.boxes, self.itemsize, source_align, target_align, self.config, here)
+        launches = copy_launches(
+            self.boxes, self.itemsize, source_align, target_align, self.config, here, self.pieces and target_align == 16
+        )
         return [(launch, copy_constants(launch, aligns, buffers)) for launch in launches]
 
     def prepare(self, launch: Launch, scalars: Sequence[int], constants: Mapping[str, Any], last: bool) -> Any:
@@ -195,14 +220,16 @@ def copy_launches(
     target_align: int = 16,
     config: LaunchConfig | None = None,
     processors: int = PROCESSORS,
+    pieces: bool = False,
 ) -> list[Launch]:
-    """Return the launches of copy_boxes for buffers of these alignments; descriptors are NumPy arrays."""
+    """Return the launches of copy_boxes for buffers of these alignments; descriptors are NumPy arrays. `pieces`: as for
+    `tile_launches`, for kernels that pack."""
     # Elements wider than a word or than the buffers' alignment are copied in parts.
     part = min(itemsize, 8, source_align, target_align)
     if part < itemsize:
         boxes = split_elements(boxes, itemsize // part)
     config = config or LaunchConfig.for_copy(boxes.numel * part, processors)
-    return tile_launches(boxes, part, part, source_align, target_align, config, widen=True)
+    return tile_launches(boxes, part, part, source_align, target_align, config, True, pieces)
 
 
 def copy_table(

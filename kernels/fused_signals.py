@@ -213,16 +213,31 @@ def end_use(
         if failed:
             overwrite(out, words, poison, WORD)
     if send != 0:
-        lanes = tl.arange(0, WIDTH)
-        active = lanes < PEERS
-        before = tl.load(awaited + PEERS + lanes, mask=active, other=0)
-        tl.store(awaited + PEERS + lanes, before + 1, mask=active)
-        count = tl.load(table + lanes, mask=active, other=0) + 1
-        tl.store(table + lanes, count, mask=active)
-        there = tl.load(table + 2 * PEERS + lanes, mask=active, other=0).to(tl.pointer_type(tl.int64))
-        mixed = fingerprint.to(tl.int64) ^ ((count & COUNTED) << ABOVE)
-        store_words(there + 1 + (count & 1), mixed, active, RELEASE=False, PTX=PTX)
-        store_words(there, tl.where(failed, FAILED_COUNT, count), active, RELEASE=True, PTX=PTX)
+        count_use(awaited, PEERS, WIDTH)
+        signal_peers(table, failed, fingerprint, PEERS, PTX, WIDTH)
+
+
+@triton.jit
+def count_use(awaited, PEERS: tl.constexpr, WIDTH: tl.constexpr):
+    """For one program, when no other reads the counts: one more signal of each peer was awaited."""
+    lanes = tl.arange(0, WIDTH)
+    active = lanes < PEERS
+    before = tl.load(awaited + PEERS + lanes, mask=active, other=0)
+    tl.store(awaited + PEERS + lanes, before + 1, mask=active)
+
+
+@triton.jit
+def signal_peers(table, failed, fingerprint, PEERS: tl.constexpr, PTX: tl.constexpr, WIDTH: tl.constexpr):
+    """For one program, behind a barrier of its threads: signal all peers, which then see what is visible to it, or that
+    this rank has failed."""
+    lanes = tl.arange(0, WIDTH)
+    active = lanes < PEERS
+    count = tl.load(table + lanes, mask=active, other=0) + 1
+    tl.store(table + lanes, count, mask=active)
+    there = tl.load(table + 2 * PEERS + lanes, mask=active, other=0).to(tl.pointer_type(tl.int64))
+    mixed = fingerprint.to(tl.int64) ^ ((count & COUNTED) << ABOVE)
+    store_words(there + 1 + (count & 1), mixed, active, RELEASE=False, PTX=PTX)
+    store_words(there, tl.where(failed, FAILED_COUNT, count), active, RELEASE=True, PTX=PTX)
 
 
 @triton.jit

@@ -1,15 +1,17 @@
 """Launch kernels: whether and where they run, and launches that bypass Triton's binder, which costs more than they do.
 
 `PreparedLaunch` is for boxes: everything but addresses is known when a program is bound. `Launches` is for rows of
-tokens, whose number changes from call to call.
+tokens, whose number changes from call to call; where it does not, `RepeatedLaunch` makes a launch again with other
+tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,6 +112,62 @@ class Constants:
         self.options = options
 
 
+class LaunchMade(NamedTuple):
+    """A launch of `Launches`."""
+
+    kernel: Any
+    start: Callable[..., None]
+    """The compiled kernel on its grid; takes all arguments."""
+    arguments: tuple[Any, ...]
+
+
+class _Recording(threading.local):
+    launches: list[LaunchMade] | None = None
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[LaunchMade]]:
+    """In this block the launches of `Launches` by this thread are also appended to the list."""
+    before, _recording.launches = _recording.launches, []
+    try:
+        yield _recording.launches
+    finally:
+        _recording.launches = before
+
+
+class RepeatedLaunch:
+    """A launch that was made before, with other values of some arguments. Whoever calls it vouches for what the kernel
+    was compiled for: dtypes, and which tensors are aligned to 16 bytes.
+
+    Args:
+        values: some of its tensors, and of its numbers by the name of the parameter; a call gives new ones in the same
+            order. All other arguments stay as they are, and are kept.
+    """
+
+    def __init__(self, made: LaunchMade, values: Sequence[torch.Tensor | str | None]) -> None:
+        self._start, self._arguments = made.start, list(made.arguments)
+        self._replaced = []
+        for place, (name, argument) in enumerate(zip(made.kernel.arg_names, made.arguments, strict=True)):
+            for number, value in enumerate(values):
+                if value is argument if isinstance(argument, torch.Tensor) else value == name:
+                    self._replaced.append((place, number))
+                    self._arguments[place] = None
+
+    @property
+    def replaced(self) -> set[int]:
+        """The indices of values that are arguments of this launch."""
+        return {number for _, number in self._replaced}
+
+    def __call__(self, values: Sequence[torch.Tensor | int]) -> None:
+        arguments = self._arguments.copy()
+        for place, number in self._replaced:
+            arguments[place] = values[number]
+        self._start(*arguments)
+
+
 class Launches:
     """The launches of a kernel; it is compiled once for each device, set of constants, and alignment of its tensors.
 
@@ -138,12 +196,15 @@ class Launches:
         if kernel is None:
             arguments = (*tensors, *numbers, *constants.values)
             kernel = self._loaded[key] = loaded(self._kernel, device, arguments, **constants.options)
+        start, arguments = kernel[grid], (*tensors, *numbers, *constants.values)
+        if _recording.launches is not None:
+            _recording.launches.append(LaunchMade(self._kernel, start, arguments))
         current = on_device(device)
         if current is _HERE:
-            kernel[grid](*tensors, *numbers, *constants.values)
+            start(*arguments)
         else:
             with current:
-                kernel[grid](*tensors, *numbers, *constants.values)
+                start(*arguments)
 
 
 class PreparedLaunch:

@@ -2,7 +2,9 @@
 
 A row (`DESCRIPTOR` for one contributor, 64 bytes) holds, for K contributors: K source ids, the target id, K source
 offsets, the target offset, K source row strides, the target row stride, rows left, columns left; all but the ids count
-words. Everything is NumPy over all boxes or all tiles at once.
+words. A row of a packed launch holds: source id, target id, the box's source offset, the tile's target offset, words
+left, and for each axis, innermost first, its extent, the coordinate at which the tile begins, and the source stride.
+Everything is NumPy over all boxes or all tiles at once.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ VECTOR = 16  # bytes of the widest access
 WIDE_BYTES = 1 << 20
 PROCESSORS = 132  # assumed number of SMs where there is no GPU
 LEAST_RUN = 512  # minimum bytes of a row in a tile, if the row is that long
+_PACKED_AXES = 6  # each of them costs a division for each word
+_PACKED_EXTENT = 1 << 30  # coordinates are int32
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ def _clamped_tile(nbytes: int, most: int, processors: int) -> int:
 class Launch:
     """One kernel launch: descriptors and compile-time constants."""
 
-    kind: str  # "straight", "strided" (one column per row) or "transposed"
-    descriptors: np.ndarray  # int64 [tiles, 3 * contributors + 5]
+    kind: str  # "straight", "strided" (one column per row), "transposed" or "packed" (`pack_boxes`)
+    descriptors: np.ndarray  # int64 [tiles, 3 * contributors + 5]; [tiles, 5 + 3 * axes] if packed
     source_word: int  # bytes
     target_word: int  # bytes
     source_vector: int  # words; source offsets and row strides are multiples of it, and so are the columns
@@ -84,6 +88,7 @@ class Launch:
     columns: int  # of a tile, a power of two
     num_warps: int
     has_fill: bool
+    axes: int = 0  # that a packed launch divides by; 0 for other kinds
 
 
 def tile_launches(
@@ -94,6 +99,7 @@ def tile_launches(
     target_align: int,
     config: LaunchConfig,
     widen: bool = False,
+    pieces: bool = False,
 ) -> list[Launch]:
     """Return the launches for `boxes`: one per kind of box, usually one in all.
 
@@ -101,15 +107,28 @@ def tile_launches(
         source_size, target_size: bytes per element.
         source_align, target_align: alignment of all base addresses in bytes, 1 to 16.
         widen: use words as wide as offsets, strides and extents allow, up to 8 bytes; needs equal sizes.
+        pieces: boxes without a fill, contiguous in targets aligned to 16 bytes, begin at multiples of 16 bytes and are
+            followed by unused bytes up to the next one: those not aligned to 16 bytes in all they access are packed.
     """
-    kind, boxes = classify(coalesce(boxes))
+    coalesced = coalesce(boxes)
+    kind, boxes = classify(coalesced)
     # The lowest bit of all terms of an address, except the step within a vector, is its alignment.
     source_bits = _bits(boxes.source_offset) | _bits(boxes.source_stride[:, :, 1:])
     target_bits = boxes.target_offset | _bits(boxes.target_stride[:, 2:])
     target_bits |= np.where(kind == 2, boxes.target_stride[:, 0], boxes.target_stride[:, 1])
     source_bits, target_bits = source_bits * source_size | source_align, target_bits * target_size | target_align
-    straight = np.flatnonzero(kind == 0)
     columns = boxes.extent[:, 0]
+    launches = []
+    if pieces:
+        inner = np.where(kind == 2, boxes.extent[:, 1] * target_size, columns * source_size | source_bits)
+        packs = (kind == 1) | ((target_bits | inner) % VECTOR != 0)
+        if packs.any() and boxes.extent[~packs].prod(axis=1).sum() * target_size < WIDE_BYTES:
+            packs[:] = True
+        packed = packed_launch(take(coalesced, np.flatnonzero(packs)), target_size, source_align, config)
+        if packed is not None:
+            launches.append(packed)
+            kind = np.where(packs, -1, kind)
+    straight = np.flatnonzero(kind == 0)
     bits = (source_bits | columns * source_size | target_bits | columns * target_size)[straight]
     wide, narrow = straight[bits % VECTOR == 0], straight[bits % VECTOR != 0]
     if len(wide) and len(narrow) and boxes.extent[wide].prod(axis=1).sum() * target_size < WIDE_BYTES:
@@ -120,7 +139,6 @@ def tile_launches(
         "strided": np.flatnonzero(kind == 1),
         "transposed": np.flatnonzero(kind == 2),
     }
-    launches = []
     for name, index in groups.items():
         if len(index) == 0:
             continue
@@ -158,6 +176,50 @@ def tile_launches(
             )
         )
     return launches
+
+
+def packed_launch(boxes: StridedBoxes, size: int, source_align: int, config: LaunchConfig) -> Launch | None:
+    """The launch by `pack_boxes` for coalesced boxes that are contiguous in targets aligned to 16 bytes; None if there
+    are none, or if they have too many axes or too long ones.
+
+    Args:
+        size: bytes of an element, at most 8.
+        source_align: of all sources, in bytes.
+    """
+    long = boxes.extent > 1
+    used = max(int((long * np.arange(1, boxes.axes + 1)).max(initial=1)), 1)
+    if not len(boxes) or used > _PACKED_AXES or int(boxes.extent.max()) > _PACKED_EXTENT:
+        return None
+    factor = 1
+    if bool(((boxes.source_stride[:, 0, 0] == 1) | ~long.any(axis=1)).all()):
+        bits = _bits(boxes.source_offset) | _bits(boxes.source_stride[:, :, 1:]) | boxes.extent[:, 0]
+        factor = max(min(8, _alignment(bits * size | source_align)) // size, 1)
+        boxes = _widened(boxes, factor)
+    word = size * factor
+    # The address and the coordinates of each word fill the registers.
+    words = min(config.tile_bytes // word, (16 if used < 3 else 8) * 32 * config.num_warps)
+    count, extent = boxes.extent.prod(axis=1), boxes.extent
+    tiles = -(-count // words)
+    box = np.repeat(np.arange(len(boxes)), tiles)  # [tiles]
+    first = (np.arange(len(box)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * words
+    columns = [boxes.source[box, 0], boxes.target[box], boxes.source_offset[box, 0], boxes.target_offset[box] + first]
+    columns.append(np.minimum(count[box] - first, words))
+    for axis in range(used):
+        first, start = np.divmod(first, extent[box, axis])
+        columns += [extent[box, axis], start, boxes.source_stride[box, 0, axis]]
+    return Launch(
+        kind="packed",
+        descriptors=np.stack(columns, axis=1),
+        source_word=word,
+        target_word=word,
+        source_vector=1,
+        target_vector=VECTOR // word,
+        rows=1,
+        columns=words,
+        num_warps=config.num_warps,
+        has_fill=False,
+        axes=used,
+    )
 
 
 def _alignment(numbers: np.ndarray) -> int:

@@ -20,6 +20,7 @@ from .copy_boxes import CopyTable, copy_constants, copy_tile
 from .dtypes import real_dtype
 from .fused_signals import end_use, half_of_use, is_last_program, wait_for_peers
 from .launch import on_device, prepared, uploaded
+from .pack_boxes import pack_tile
 from .reduce_boxes import ReduceTable, reduce_tile
 from .tiling import DESCRIPTOR, Launch, LaunchConfig
 from .window_use import Turn, WindowUse
@@ -31,6 +32,34 @@ _INTEGERS = [
 
 # One tile without rows.
 _NO_BOXES = Launch("straight", np.zeros((1, len(DESCRIPTOR)), np.int64), 4, 4, 1, 1, 1, 128, 4, False)
+
+
+@triton.jit
+def in_half(
+    half,
+    source1,
+    source2,
+    source3,
+    source_table,
+    target0,
+    target_table,
+    stride,  # from half to half of a window, in bytes
+    WRITES: tl.constexpr,  # whether the targets are windows, not sources
+    PULLS: tl.constexpr,  # whether all sources but the first are windows, not only the second
+    SOURCE_TABLE: tl.constexpr,  # addresses in a table of one half
+    TARGET_TABLE: tl.constexpr,
+):
+    """The addresses of windows, and the tables of them, in this half."""
+    if WRITES:
+        target0 += half * stride
+        target_table += half * TARGET_TABLE
+    else:
+        source1 += half * stride
+        if PULLS:
+            source2 += half * stride
+            source3 += half * stride
+            source_table += half * SOURCE_TABLE
+    return source1, source2, source3, source_table, target0, target_table
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
@@ -76,49 +105,65 @@ def copy_window_kernel(
     WIDTH: tl.constexpr,
     POISON: tl.constexpr,
     POISON_WORD: tl.constexpr,
-    WRITES: tl.constexpr,  # whether the targets are windows, not sources
-    PULLS: tl.constexpr,  # whether all sources but the first are windows, not only the second
-    SOURCE_TABLE: tl.constexpr,  # addresses in a table of one half
+    WRITES: tl.constexpr,
+    PULLS: tl.constexpr,
+    SOURCE_TABLE: tl.constexpr,
     TARGET_TABLE: tl.constexpr,
+    AXES: tl.constexpr,  # of packed boxes; 0: boxes are copied by rows
 ):
-    """`copy_boxes_kernel` between a wait and a signal."""
+    """`copy_boxes_kernel`, or `pack_tile` for each tile, between a wait and a signal."""
     failed = wait_for_peers(
         awaited, pad, error, host_error, fingerprint, limit, PEERS, CREDIT, TIMED, PTX, WIDTH
     )  # fmt: skip
     half = half_of_use(awaited, signalled, WRITES, PEERS)
-    if WRITES:
-        target0 += half * stride
-        target_table += half * TARGET_TABLE
-    else:
-        source1 += half * stride
-        if PULLS:
-            source2 += half * stride
-            source3 += half * stride
-            source_table += half * SOURCE_TABLE
+    source1, source2, source3, source_table, target0, target_table = in_half(
+        half, source1, source2, source3, source_table, target0, target_table, stride, WRITES, PULLS, SOURCE_TABLE,
+        TARGET_TABLE,
+    )  # fmt: skip
     if not failed:
         for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
-            copy_tile(
-                descriptors + tile * 8,
-                source_table,
-                target_table,
-                source0,
-                source1,
-                source2,
-                source3,
-                target0,
-                fill,
-                WORD,
-                VS,
-                VD,
-                ROWS,
-                COLS,
-                TRANSPOSED,
-                ALIGN_S,
-                ALIGN_D,
-                SOURCES,
-                TARGETS,
-                HAS_FILL,
-            )
+            if AXES:
+                pack_tile(
+                    descriptors + tile * (5 + 3 * AXES),
+                    source_table,
+                    target_table,
+                    source0,
+                    source1,
+                    source2,
+                    source3,
+                    target0,
+                    WORD,
+                    VD,
+                    COLS,
+                    AXES,
+                    ALIGN_S,
+                    ALIGN_D,
+                    SOURCES,
+                    TARGETS,
+                )
+            else:
+                copy_tile(
+                    descriptors + tile * 8,
+                    source_table,
+                    target_table,
+                    source0,
+                    source1,
+                    source2,
+                    source3,
+                    target0,
+                    fill,
+                    WORD,
+                    VS,
+                    VD,
+                    ROWS,
+                    COLS,
+                    TRANSPOSED,
+                    ALIGN_S,
+                    ALIGN_D,
+                    SOURCES,
+                    TARGETS,
+                    HAS_FILL,
+                )
     if is_last_program(finished):
         end_use(
             awaited, signalled, error, fingerprint, send, out, words, poison, PEERS, POISON, POISON_WORD, PTX, WIDTH
@@ -186,15 +231,10 @@ def reduce_window_kernel(
         awaited, pad, error, host_error, fingerprint, limit, PEERS, CREDIT, TIMED, PTX, WIDTH
     )  # fmt: skip
     half = half_of_use(awaited, signalled, WRITES, PEERS)
-    if WRITES:
-        target0 += half * stride
-        target_table += half * TARGET_TABLE
-    else:
-        source1 += half * stride
-        if PULLS:
-            source2 += half * stride
-            source3 += half * stride
-            source_table += half * SOURCE_TABLE
+    source1, source2, source3, source_table, target0, target_table = in_half(
+        half, source1, source2, source3, source_table, target0, target_table, stride, WRITES, PULLS, SOURCE_TABLE,
+        TARGET_TABLE,
+    )  # fmt: skip
     if not failed:
         for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
             reduce_tile(
@@ -257,7 +297,7 @@ class WindowLaunch:
         self._before = *scalars, tiles, *use.tensors
         self._after = tuple([constants[name] for name in kernel.arg_names if name in constants])
         table = torch.empty(0, dtype=torch.int64, device=use.device)
-        arguments = self.descriptors, table, table, *NO_ADDRESSES, *self._before, *(0,) * 8, *self._after
+        arguments = self.descriptors, table, table, *NO_ADDRESSES, *self._before, *(0,) * use.numbers, *self._after
         self._start = prepared(kernel, self.grid, use.device, arguments, constants["num_warps"])
 
     def __call__(
@@ -281,16 +321,19 @@ def _halves(table: CopyTable | ReduceTable) -> dict[str, int]:
 class WindowCopyTable(CopyTable):
     """Prepared copies of boxes to windows or from them. Boxes may be none: a launch then only waits and signals."""
 
-    def __init__(self, boxes: StridedBoxes, dtype: torch.dtype, device: torch.device, use: WindowUse) -> None:
-        self.use = use
+    def __init__(
+        self, boxes: StridedBoxes, dtype: torch.dtype, device: torch.device, use: WindowUse, pieces: bool = False
+    ) -> None:
+        self.use, self.pieces = use, pieces
         config = LaunchConfig.for_window(boxes.numel * dtype.itemsize, use.programs)
         super().__init__(boxes, dtype, dtype.itemsize, device, config)
 
     def specialisations(self, source_align: int = 16, target_align: int = 16) -> list[tuple[Launch, dict[str, Any]]]:
         launches = super().specialisations(source_align, target_align)
-        launches = launches or [(_NO_BOXES, copy_constants(_NO_BOXES))]
+        launches = launches or [(_NO_BOXES, copy_constants(_NO_BOXES, (source_align, target_align)))]
         return [
-            (launch, {**known, **self.use.constants(launch.num_warps), **_halves(self)}) for launch, known in launches
+            (launch, {**known, **self.use.constants(launch.num_warps), **_halves(self), "AXES": launch.axes})
+            for launch, known in launches
         ]
 
     def prepare(self, launch: Launch, scalars: Sequence[int], constants: Mapping[str, Any], last: bool) -> WindowLaunch:
@@ -331,10 +374,12 @@ def window_table(
     use: WindowUse,
     op: str | None = None,
     divisor: float | None = None,
+    pieces: bool = False,
 ) -> WindowCopyTable | WindowReduceTable:
-    """The table of copies, or of reductions if there is an `op`; arguments as for `copy_table` and `reduce_table`."""
+    """The table of copies, or of reductions if there is an `op`; arguments as for `copy_table` and `reduce_table`.
+    `pieces`: as for `tile_launches`."""
     if op is None or not boxes.numel:
-        return WindowCopyTable(boxes, dtype, device, use)
+        return WindowCopyTable(boxes, dtype, device, use, pieces)
     return WindowReduceTable(boxes, dtype, op, divisor, device, use)
 
 

@@ -40,12 +40,14 @@ class Turn(NamedTuple):
         send: whether this is the last launch of the use: it counts the use and signals the peers.
         out: a contiguous tensor to overwrite if this rank has failed: with NaN, or with the dtype's largest value where
             it has no NaN.
+        buffer: where peers push directly, the number of this rank's buffer that they push into.
     """
 
     fingerprint: int
     limit: int
     send: bool = True
     out: torch.Tensor | None = None
+    buffer: int = 0
 
 
 class WindowUse:
@@ -61,7 +63,12 @@ class WindowUse:
         pulls: whether all sources but the first are windows; otherwise only the second one is.
         watch: for CPU memory, around each wait.
         programs: the most of a launch; None: `waiting_programs`.
+
+    Attributes:
+        numbers: how many `arguments` there are.
     """
+
+    numbers = 8
 
     def __init__(
         self,
@@ -87,7 +94,12 @@ class WindowUse:
 
     def watched(self) -> AbstractContextManager[object]:
         """The context of launches that wait."""
-        return _NOT_WATCHED if self._watch is None else self._watch(partial(self.awaited.late, self.credit - 1))
+        return self.watched_for(self.awaited, self.credit - 1)
+
+    def watched_for(self, channel: Channel, credit: int) -> AbstractContextManager[object]:
+        """The context of launches in which a peer is late that has not signalled on a channel as often as awaited so
+        far, less `credit`."""
+        return _NOT_WATCHED if self._watch is None else self._watch(partial(channel.late, credit))
 
     def arguments(self, turn: Turn, last: bool) -> tuple[int, ...]:
         """The arguments of a launch after `tensors`; `last`: of the launches of one call."""

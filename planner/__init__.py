@@ -10,12 +10,13 @@
   `intermediate_layouts`, with reductions of `bounded_fan_in`; `cross_mesh_plan` for two meshes, `batch` for several
   tensors, `local_slice` for requests that need no program.
 - Programs: `program_base` holds the data, `render` the text, SVG and JSON forms, `program` both.
-- `token_splits` compares the two kinds of split sizes of token exchanges.
+- `token_splits` compares the two kinds of split sizes of token exchanges, `token_levels` their levels.
 """
 
 from .arguments import check_layout, check_local_shape, check_shape
 from .batch import Batch, plan_batch
 from .cost.hardware import MachineFigures, found_topology
+from .cost.token_levels import price_levels
 from .cost.token_splits import SPLITS, price_splits
 from .cost.topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
 from .exchange.local_slice import LocalSlice
@@ -24,9 +25,10 @@ from .exchange.senders import communicates
 from .exchange.steps import Exchange, Local, Reduce, Step
 from .exchange.transfer_table import FILL, Row, TransferTable
 from .layouts.dtypes import ITEMSIZE, check_dtype
-from .layouts.index_sets import held_sizes, held_spans, parts_of
+from .layouts.index_sets import held_sizes, held_spans, parts_of, spans_at
 from .layouts.layout import Layout, Orders
 from .layouts.mesh import MOST_RANKS, Mesh, position_of, whole_numbers
+from .layouts.node_layout import NodeLayout
 from .layouts.placements import Partial, Placement, Replicate, Shard, StridedShard
 from .plan import Planner, plan, planner_of, redistribute_cost
 from .program import Program
@@ -52,6 +54,7 @@ __all__ = [
     "LocalSlice",
     "MachineFigures",
     "Mesh",
+    "NodeLayout",
     "Orders",
     "Partial",
     "Placement",
@@ -82,8 +85,10 @@ __all__ = [
     "plan_batch",
     "planner_of",
     "position_of",
+    "price_levels",
     "price_splits",
     "redistribute_cost",
+    "spans_at",
     "title",
     "whole_numbers",
 ]

@@ -19,7 +19,7 @@ class IntermediateLayouts:
     """The intermediate layouts between `source` and `target`, in which mesh dims of size 1 are replicated."""
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, topology: Topology) -> None:
-        self.target, self.mesh_shape, self.has_defaults = target, mesh.shape, topology.has_defaults
+        self.target, self.mesh_shape, self.has_only_node_size = target, mesh.shape, topology.has_only_node_size
         # Strided tensor dims have no order: mesh dims cut them in ascending order.
         shards = (*source.placements, *target.placements)
         self.strided = {p.dim for p in shards if isinstance(p, StridedShard) and not p.own}
@@ -52,7 +52,7 @@ class IntermediateLayouts:
         partial = self._reduced_dims(source)
         # Across three and more nodes, scattering sums and gathering them moves less than every node adding all terms.
         scattered = [m for m in partial if m in self.across and self.target.placements[m] == Replicate()]
-        nodes = 1 if self.has_defaults else math.prod(self.mesh_shape[m] for m in scattered)
+        nodes = 1 if self.has_only_node_size else math.prod(self.mesh_shape[m] for m in scattered)
         paths: list[tuple[Layout, ...]] = []
         for group in (self.inside, [m for m in partial if m in self.inside]):
             for shard in self.shards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -9,49 +10,84 @@ import numpy as np
 
 from .cost.node_cost import node_step_price
 from .cost.priced_ranks import priced_ranks
-from .cost.step_cost import StepPrice, step_price
+from .cost.step_cost import StepPrice
 from .cost.topology import Topology
-from .exchange.node_change import NodeChange, layout_change
+from .exchange.node_change import NodeChange, elements_into_nodes, layout_change
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh
 from .layouts.node_layout import MAX_RANKS, Kind, NodeLayout
 from .layouts.placements import Partial, Replicate
 from .path import Path
+from .share_weights import balanced_shares
 
 _MAX_TENSOR_DIMS = 1  # the largest ones, that node layouts cut
+_PROMISING = 1.35
+"""Paths that cost more than this times the cheapest are given up."""
+_BALANCED = 64  # ranks times cheapest paths that are also tried with shares of different sizes
+_ALIKE = 1.1
+"""Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it."""
+
+
+def node_path(
+    mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
+) -> Path | None:
+    """The best path from `source` to `target` in which the ranks of a node share what it receives, and add what it
+    sends: of those that cost at most `_ALIKE` times the cheapest the one by which the busiest node receives least.
+
+    None on a topology of `node_size` alone (`Topology.has_only_node_size`), where the nodes are the product of mesh
+    dims, for strided shards, for mesh dims that become partial, and on meshes of more than `MAX_RANKS` ranks.
+    """
+    paths = node_paths(mesh, shape, dtype, source, target, topology)
+    if not paths:
+        return None
+    limit = _ALIKE * min(path.us for path in paths)
+
+    def received(path: Path) -> tuple[int, float]:
+        into = np.array([elements_into_nodes(change(a, b), shape) for a, b in pairwise(path.layouts)])
+        return int(into.sum(axis=0).max()), path.us
+
+    def change(a: Layout, b: Layout) -> NodeChange:
+        found = layout_change(mesh, dtype, a, b, topology.rank_nodes)
+        assert isinstance(found, NodeChange)
+        return found
+
+    return min((path for path in paths if path.us <= limit), key=received)
 
 
 def node_paths(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
 ) -> list[Path]:
-    """The paths from `source` to `target` in which the ranks of a node share what it receives, and add what it sends;
-    with their prices.
-
-    Empty on a topology of `node_size` alone (`Topology.has_defaults`), where the nodes are the product of mesh dims,
-    for strided shards, for mesh dims that become partial, and on meshes of more than `MAX_RANKS` ranks.
-    """
+    """The paths that `node_path` compares."""
     if not _applies(mesh, source, target, topology):
         return []
     paths: list[Path] = []
     prices: dict[tuple[Layout, Layout], StepPrice] = {}
-    for layouts in dict.fromkeys(_paths(mesh, shape, source, target, topology)):
-        us, peak = 0.0, 0
+
+    def add(layouts: tuple[Layout, ...]) -> None:
+        us, peak = topology.call_us, 0
+        most = _PROMISING * min([path.us for path in paths], default=math.inf)
         for a, b in pairwise(layouts):
+            if us > most:
+                return
             if (a, b) not in prices:
                 change = layout_change(mesh, dtype, a, b, topology.rank_nodes)
-                if isinstance(change, NodeChange):
-                    prices[a, b] = node_step_price(change, shape, topology)
-                else:
-                    prices[a, b] = step_price(change, shape, topology)
+                assert isinstance(change, NodeChange)
+                prices[a, b] = node_step_price(change, shape, topology)
             step = prices[a, b]
             us += round(step.us, 3)
             peak = max(peak, step.peak_bytes)
-        paths.append(Path(layouts, us + topology.call_us, peak))
+        paths.append(Path(layouts, us, peak))
+
+    for layouts in dict.fromkeys(_paths(mesh, shape, source, target, topology)):
+        add(layouts)
+    for path in sorted(paths, key=lambda path: path.us)[: _BALANCED // mesh.size]:
+        if balanced := balanced_shares(path.layouts, shape, dtype):
+            add(balanced)
     return paths
 
 
 def _applies(mesh: Mesh, source: Layout, target: Layout, topology: Topology) -> bool:
-    if topology.rank_nodes is None or topology.has_defaults or not 2 < mesh.size <= MAX_RANKS:
+    if topology.rank_nodes is None or topology.has_only_node_size or not 2 < mesh.size <= MAX_RANKS:
         return False
     if source.strided_dims or target.strided_dims:
         return False
@@ -78,14 +114,18 @@ def _paths(
 
     sums, node_shares = cut("node sums", source, summed), cut("node shares", target, replicated)
     shares = cut("shares", target, replicated)
+    reduced = source.with_placement(summed, Replicate())
+    reduced_shares = cut("shares", reduced, summed)
     for d in largest:
         ends: list[tuple[Layout, ...]] = [(target,)]
         if replicated:
             ends += [(node_shares(d), target)]
             if summed:
                 ends += [(shares(d), node_shares(d), target), (shares(d), target)]
-        for end in ends:
-            if len(end) > 1:
-                yield source, *end
+        if summed and reduced != target:
+            ends += [(reduced_shares(d), *end) for end in ends[:2]]
+        for end in sorted(ends, key=len, reverse=True):  # the cheapest tend to be long
             if summed:
                 yield source, sums(d), *end
+            if len(end) > 1:
+                yield source, *end

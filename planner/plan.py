@@ -26,9 +26,10 @@ from .layouts.mesh import Mesh, whole_numbers
 from .layouts.nodes import Nodes
 from .layouts.placements import Shard
 from .mesh_split import split_by_fan_in, split_by_nodes
-from .node_paths import node_paths
+from .node_paths import node_path
 from .path import Path
 from .program import Program
+from .program_base import Requested
 from .request import Request
 from .search import Search
 
@@ -140,7 +141,11 @@ class Planner:
             steps = tuple([build_step(change, shape, self.rank) for change in self._changes])
             return Program(self.mesh, shape, self.dtype, self.source, self.target, steps, self.rank)
         request = self.request.with_shape(shape)
-        return _plan_cross_mesh(request) if self.is_cross_mesh else _plan_on_mesh(request)
+        program = _plan_cross_mesh(request) if self.is_cross_mesh else _plan_on_mesh(request)
+        is_split = program.source_mesh != self.mesh or self.is_cross_mesh and program.target_mesh != self.target_mesh
+        if not is_split:
+            return program
+        return replace(program, requested=Requested(self.mesh, self.source, self.target_mesh, self.target))
 
 
 _planner = lru_cache(maxsize=4096)(Planner)
@@ -239,8 +244,8 @@ def _search(
     search = Search(mesh, shape, dtype, start, end, topology)
     if max_bytes is None:
         path = search.cheapest()
-        through_nodes = min(node_paths(mesh, shape, dtype, start, end, topology), key=lambda p: p.us, default=path)
-        if through_nodes.us < path.us:
+        through_nodes = node_path(mesh, shape, dtype, start, end, topology)
+        if through_nodes is not None and through_nodes.us < path.us:
             path = replace(through_nodes, others=(replace(path, others=()), *path.others))
         return _SearchResult(mesh, source, target, path)
 

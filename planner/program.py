@@ -33,6 +33,7 @@ class Program(ProgramBase):
         topology: the topology that the program was planned for; None if bytes alone decided.
         others: the paths that the search rejected on that topology, cheapest first.
         source_mesh, target_mesh: the meshes of `source` and `target`; None stands for `mesh`.
+        requested: the meshes and layouts of the request, if dims of its meshes are split in the program; else None.
         ranks: the mesh positions whose steps the program holds.
     """
 

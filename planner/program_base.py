@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,15 @@ from .layouts.index_sets import held_sizes
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh
 from .path import Path
+
+
+class Requested(NamedTuple):
+    """The ends of a redistribution as a caller named them, before mesh dims were split."""
+
+    source_mesh: Mesh
+    source: Layout
+    target_mesh: Mesh
+    target: Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +46,7 @@ class ProgramBase:
     others: tuple[Path, ...] = ()
     source_mesh: Mesh = None  # type: ignore[assignment]
     target_mesh: Mesh = None  # type: ignore[assignment]
+    requested: Requested | None = None
     ranks: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -228,7 +239,7 @@ class ProgramBase:
             request += [(mesh.shape, mesh.ranks) for mesh in (self.source_mesh, self.target_mesh)]
         if self.topology is not None or len(self.steps) > 1:
             request += [self.topology, *(str(step.target) for step in self.steps)]
-            if self.topology is not None and not self.topology.has_defaults:
+            if self.topology is not None and not self.topology.has_only_node_size:
                 request += [tuple(self.topology.nodes or ()), self.topology.nics_per_node, self.topology.full_duplex]
         return int.from_bytes(hashlib.blake2b(repr(request).encode(), digest_size=8).digest(), "little") >> 1
 

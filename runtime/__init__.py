@@ -18,7 +18,9 @@ from .executor.simulate import simulate
 from .flight_recorder import dump_flight_records
 from .logs import set_up_logs
 from .moe.activation import silu_and_mul
+from .moe.balance import BalancedExperts, balance_experts
 from .moe.dispatcher import TokenDispatcher
+from .moe.move_experts import move_experts, sum_replicas
 from .moe.parallel_style import ExpertParallel
 from .moe.permute_indices import generate_permute_indices
 from .moe.routed import RoutedTokens, TokenLoad
@@ -57,6 +59,7 @@ else:
 
 
 __all__ = [
+    "BalancedExperts",
     "ExpertParallel",
     "FSDPAllGather",
     "FSDPReduceScatter",
@@ -71,6 +74,7 @@ __all__ = [
     "TorchtitanDispatcher",
     "VirtualTokenDispatcher",
     "adapt_fsdp",
+    "balance_experts",
     "bind",
     "checkpointable_tensor",
     "dump_flight_records",
@@ -80,6 +84,7 @@ __all__ = [
     "install",
     "installed",
     "is_installed",
+    "move_experts",
     "ordered_redistribute_local_tensor",
     "plan",
     "plan_batch",
@@ -97,6 +102,7 @@ __all__ = [
     "silu_and_mul",
     "simulate",
     "stats",
+    "sum_replicas",
     "uninstall",
     "whole_of_shares",
 ]

@@ -15,26 +15,29 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, TransportError, UnsupportedError
+from .bounded_store import BoundedStore
 from .environment import flight_record_folder, requested_flight_records
 from .flight_record import DESCRIPTION, Call, Record, Traffic, group_name, started_entry
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _VERSION = "2.10"
 """Of the format, in torch 2.11 to 2.15."""
 _FILE_PREFIX = "shardweave_"
 _REQUESTED = "flight records requested"
-_POLL, _PATIENCE = 0.5, 4.0
-"""Seconds between looks at the store for a request; seconds that a failed rank waits for the files of the others."""
+_POLL, _PATIENCE, _LONGEST_ANSWER = 0.5, 4.0, 2.0
+"""Seconds between looks at the store for a request; seconds that a failed rank waits for the files of the others;
+seconds that the store may take to answer."""
 _MOST_KEYS = (1 << 62) - 1
 
 
@@ -57,7 +60,7 @@ class FlightRecorder:
         barriers: the transport whose barriers are recorded where a peer is stuck inside of a call; None: no transport.
     """
 
-    def __init__(self, rank: int, ranks: int, store: dist.Store, size: int) -> None:
+    def __init__(self, rank: int, ranks: int, store: BoundedStore, size: int) -> None:
         self.rank, self.ranks = rank, ranks
         self.barriers: Barriers | None = None
         self._records: deque[Record] = deque(maxlen=size)
@@ -68,7 +71,7 @@ class FlightRecorder:
         self._answered_at: int | None = None  # the count when this rank last wrote its file for another one
         self._writing, self._requesting = threading.Lock(), threading.Lock()
         self._stopped = threading.Event()
-        self._store = _own_connection(store)
+        self._store = store.with_own_connection(_PATIENCE)  # this rank may be waiting in the first one
         self._earlier_request = ""
         with suppress(RuntimeError):  # the store of a fake group keeps nothing
             self._earlier_request = self._request()
@@ -156,12 +159,12 @@ class FlightRecorder:
         with suppress(RuntimeError):  # the store is gone
             with self._requesting:
                 own = f"{self.rank} {secrets.token_hex(8)}"
-                request = self._store.compare_set(_REQUESTED, self._earlier_request, own).decode()
+                request = self._ask(lambda store: store.compare_set(_REQUESTED, self._earlier_request, own)).decode()
                 self._earlier_request = request
-                self._store.set(_written_key(self.rank, request), "written")
+                self._ask(lambda store: store.set(_written_key(self.rank, request), "written"))
             keys = [_written_key(rank, request) for rank in range(self.ranks)]
             deadline = time.monotonic() + _PATIENCE
-            while not self._store.check(keys) and time.monotonic() < deadline:
+            while not self._ask(lambda store: store.check(keys)) and time.monotonic() < deadline:
                 time.sleep(0.02)
 
     def dump(self, folder: Path | None = None) -> Path:
@@ -244,7 +247,7 @@ class FlightRecorder:
         with suppress(RuntimeError):  # the store is gone
             while not has_stopped:
                 has_stopped = self._stopped.wait(_POLL)  # then look once more
-                with self._requesting:
+                with self._requesting, suppress(dist.DistStoreError):  # the store is late
                     self._answer()
 
     def _answer(self) -> None:
@@ -253,20 +256,19 @@ class FlightRecorder:
         if request != self._earlier_request:
             self._earlier_request, self._answered_at = request, self._count
             self._write(request.split()[0])
-            self._store.set(_written_key(self.rank, request), "written")
+            self._ask(lambda store: store.set(_written_key(self.rank, request), "written"))
 
     def _request(self) -> str:
         """The last request for all files: the rank that has failed, and a word of its own; "" if there is none."""
-        return self._store.get(_REQUESTED).decode() if self._store.check([_REQUESTED]) else ""
+        return self._ask(lambda store: store.get(_REQUESTED).decode() if store.check([_REQUESTED]) else "")
 
+    def _ask(self, operation: Callable[[dist.Store], T]) -> T:
+        """`operation` on the store.
 
-def _own_connection(store: Any) -> dist.Store:
-    """A second connection to a store, because this rank may be waiting in the first one; the store itself if it has no
-    connections, as that of a fake process group."""
-    try:
-        return store.clone()
-    except RuntimeError:
-        return store
+        Raises:
+            dist.DistError: the store is gone, or does not answer in time (dist.DistStoreError).
+        """
+        return self._store.run(operation, _LONGEST_ANSWER)
 
 
 def _written_key(rank: int, request: str) -> str:
@@ -277,7 +279,7 @@ current: FlightRecorder | None = None
 """The recorder of the default process group; None where SHARDWEAVE_FR_BUFFER_SIZE does not ask for one."""
 
 
-def start(rank: int, ranks: int, store: dist.Store) -> None:
+def start(rank: int, ranks: int, store: BoundedStore) -> None:
     """Start the recorder of a new default process group, if the environment asks for one.
 
     Raises:

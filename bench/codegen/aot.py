@@ -133,7 +133,7 @@ def faults(s: Specialisation, target: str, compiled: Compiled) -> list[str]:
         if s.on_boxes:
             wanted = min(vector, each, 16 * word // max(s.words))  # of a cast, the wider side fills a vector first
             allowed = {8} if name == "loads" else set()  # descriptors
-            if s.kernel.endswith("_window"):
+            if s.kernel.endswith(("_window", "_direct")):
                 allowed = {1, 2, 4, 8}  # counts, and the overwriting of the output after a failure
             narrow = not any(w >= wanted for w in widths) or any(w < wanted for w in widths.keys() - allowed)
         else:
@@ -164,10 +164,10 @@ def measure(requested: Sequence[Specialisation]) -> list[tuple[Specialisation, d
 _EXPLAINED = """
 Every kernel, in every specialisation that the programs, windows and token dispatchers of `bench/codegen/launches.py`
 launch. Programs: real models at their full size; pairs of layouts, even and uneven, in all dtypes; transposed and
-unaligned inputs; in one process, by messages, through windows that are pushed into or pulled from, and through windows
-inside nodes. Dispatchers: training and decoding of known shapes, in both directions, in all dtypes, alignments and
-layouts. Registers are a thread's (on gfx942 vector registers), the most of any specialisation; spills are bytes
-(registers on gfx942), of all; shared memory is bytes, the most of any.
+unaligned inputs; in one process, by messages, through windows that are pushed into or pulled from, into outputs of
+peers, and through windows inside nodes. Dispatchers: training and decoding of known shapes, in both directions, in all
+dtypes, alignments and layouts. Registers are a thread's (on gfx942 vector registers), the most of any specialisation;
+spills are bytes (registers on gfx942), of all; shared memory is bytes, the most of any.
 """
 
 

@@ -29,6 +29,7 @@ from shardweave.kernels import (
     CountShare,
     PhysicalExperts,
     TokenRows,
+    WindowBarrier,
     combine_rows,
     count_pairs,
     group_rows,
@@ -44,8 +45,9 @@ from shardweave.runtime import VirtualTokenDispatcher
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.moe.activation import silu_and_mul
-from shardweave.runtime.transports.backend_limits import Direction, WindowPolicy
+from shardweave.runtime.transports.backend_limits import Direction, PooledOutputs, WindowPolicy
 from shardweave.runtime.transports.in_process import InProcessTransport
+from shardweave.runtime.transports.symmetric_memory.outputs import OutputPool
 from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes, window_size
 
 KERNELS = {
@@ -56,7 +58,7 @@ KERNELS = {
 }
 """Every kernel that there is."""
 _NAMES = {kernel: name for name, kernel in KERNELS.items()}
-_ON_BOXES = ("copy_boxes", "reduce_boxes", "copy_window", "reduce_window")
+_ON_BOXES = ("copy_boxes", "reduce_boxes", "copy_window", "reduce_window", "copy_direct")
 _NOWHERE = torch.device("meta")
 _SPELLED = GPUTarget("cuda", 90, 32)  # the rules for what of an argument a kernel is compiled for are alike on all
 _ADDRESS = 1 << 40  # as large as a device's, and as aligned
@@ -217,16 +219,29 @@ def _binder(kernel: Any) -> Any:
 
 class WindowsNowhere(InProcessTransport):
     """Programs are bound as for symmetric memory: through windows, here without memory. With nodes of `node_size` ranks
-    through those of a node, with messages between nodes."""
+    through those of a node, with messages between nodes. `pooled`: directly into outputs, where that is possible."""
 
-    def __init__(self, direction: Direction, node_size: int | None = None) -> None:
+    def __init__(self, direction: Direction, node_size: int | None = None, pooled: bool = False) -> None:
         super().__init__(node_size is None, "nccl", node_size)
-        self.windows = WindowPolicy(direction)  # type: ignore[assignment]
+        self.windows = WindowPolicy(direction, outputs=_OfAll() if pooled else {})  # type: ignore[assignment]
 
     def window(self, ranks: tuple[int, ...], nbytes: int, halves: int = 1) -> Window:
         size = pad_bytes(len(ranks)) + halves * window_size(nbytes)
         memory = {rank: torch.empty(size, dtype=torch.uint8, device=_NOWHERE) for rank in ranks}
         return Window(ranks[0], memory, 0, Failure(_NOWHERE), halves)
+
+    def outputs(self, ranks: tuple[int, ...]) -> OutputPool:
+        return OutputPool(self.window(ranks, _POOLED.nbytes, _POOLED.number + 1), _POOLED.number)
+
+
+_POOLED = PooledOutputs(1 << 34, 1)
+
+
+class _OfAll(dict[tuple[int, ...], PooledOutputs]):
+    """Every group has pooled outputs."""
+
+    def get(self, *_: Any) -> Any:
+        return _POOLED
 
 
 TRANSPORTS = (
@@ -235,6 +250,7 @@ TRANSPORTS = (
     InProcessTransport(one_sided=False, backend="nccl"),
     WindowsNowhere("push"),
     WindowsNowhere("pull"),
+    WindowsNowhere("auto", pooled=True),
     WindowsNowhere("push", node_size=2),
 )
 
@@ -375,7 +391,8 @@ def _train(layer: Layer) -> None:
 
 
 def _pooled(dtype: torch.dtype) -> None:
-    """Rows that go to pooled buffers, and experts' outputs that lie in them, or are copied to a window."""
+    """Rows that go to pooled buffers, and experts' outputs that lie in them, or are copied to a window, with signals in
+    the same launches and without."""
     size, tokens, k, hidden = 8, 128, 8, 7168
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -390,22 +407,31 @@ def _pooled(dtype: torch.dtype) -> None:
     rows, x = TokenRows(empty(tokens, k), empty(tokens, k)), empty(tokens, hidden, dtype=dtype)
     weights = empty(tokens, k, dtype=torch.float32)
     numbers = Buffers([empty(1024, dtype=torch.float32)] * size)
-    push_rows(x, rows, chosen, groups, 0, weights, numbers, most_padding=0)
-    for target in (of_all[1], None):
-        offer_rows(of_all[0], target, groups.num_rows, Buffers(matrices), 257, 1)
-    for source, fill, given in product((x, None), (0.0, None), ((numbers.tensors[0][:tokens],) * 2, None)):
-        receive_rows(source, empty(tokens, hidden, dtype=dtype), groups.num_rows, fill, given)
-    for ids in (empty(tokens, k), empty(4096, k)):
-        count_pairs(ids, 256, share=CountShare(Buffers(matrices), 0, 1))
-    for of_pairs, add in product((weights, None), (x, None)):
-        combine_rows(rows, chosen, empty(tokens, hidden, dtype=dtype), of_pairs, add)
+    combine_rows(rows, Buffers(of_all), empty(tokens, hidden, dtype=dtype), weights, nodes=empty(size))
+    signals = _window(size).signals(1)
+    assert signals is not None
+    for barrier in (None, WindowBarrier(signals, 1)):
+        push_rows(x, rows, chosen, groups, 0, weights, numbers, most_padding=0, barrier=barrier)
+        for target in (of_all[1], None):
+            offer_rows(of_all[0], target, groups.num_rows, Buffers(matrices), 257, 1, barrier)
+        release = barrier and barrier.signals
+        for source, fill, given in product((x, None), (0.0, None), ((numbers.tensors[0][:tokens],) * 2, None)):
+            receive_rows(source, empty(tokens, hidden, dtype=dtype), groups.num_rows, fill, given, release)
+        for ids in (empty(tokens, k), empty(4096, k)):
+            count_pairs(ids, 256, share=CountShare(Buffers(matrices), 0, 1, barrier))
+        for of_pairs, add in product((weights, None), (x, None)):
+            combine_rows(rows, chosen, empty(tokens, hidden, dtype=dtype), of_pairs, add, release=release)
+
+
+def _window(size: int) -> Window:
+    memory = {r: torch.empty(pad_bytes(size) + 4096, dtype=torch.uint8, device=_NOWHERE) for r in range(size)}
+    return Window(3, memory, 0, Failure(_NOWHERE))
 
 
 def _signals() -> None:
     """What a window launches for outputs of all dtypes, and ranks that send for words beside messages."""
     size = 8
-    memory = {r: torch.empty(pad_bytes(size) + 4096, dtype=torch.uint8, device=_NOWHERE) for r in range(size)}
-    window = Window(3, memory, 0, Failure(_NOWHERE))
+    window = _window(size)
     for dtype in (*DTYPES, torch.bfloat16):
         window.signal("acquire", 0, 1)
         window.signal("barrier", 5, 1)

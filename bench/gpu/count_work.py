@@ -1,9 +1,10 @@
-"""`TRITON_INTERPRET=1 python -m shardweave.bench.gpu.count_work --out FILE`: the work of redistributions, counted.
+"""`TRITON_INTERPRET=1 python -m shardweave.bench.gpu.count_work --out FILE`: the work of redistributions and of token
+dispatch, counted.
 
 Needs no GPU: rank 0 runs among peers that are itself (`host_work.Mirror`). Triton's interpreter executes its kernels;
 launches and the bytes of each load and store are counted as they happen. Then the same call is made with launches that
 do nothing, and Python's calls are counted. The first call, which plans and compiles, does not count. No count depends
-on the machine.
+on the machine; the host time of token dispatch does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
+from shardweave.bench.gpu import token_work
 from shardweave.bench.gpu.host_work import Mirror, MirrorTransport
+from shardweave.bench.gpu.token_work import TokenCase, TokenWork, host_microseconds, null_launches
 from shardweave.bench.harness.machine import provenance
 from shardweave.bench.harness.markdown import provenance_lines, table
 from shardweave.bench.suites.suite_host import Alone
@@ -40,6 +43,7 @@ OPERATIONS = {
 }
 RANKS = (2, 8)
 SIDE, DTYPE = 256, torch.bfloat16
+TIMED_CALLS = 1000
 _CPU = torch.device("cpu")
 
 
@@ -120,11 +124,13 @@ def python_calls(call: Callable[[], object]) -> int:
     return number - 1  # the call itself
 
 
-def counted(operation: str, ranks: int) -> tuple[Any, ...]:
-    """A row of the table."""
+def counted(operation: str, ranks: int, pooled: bool = False) -> tuple[Any, ...]:
+    """A row of the table; `pooled`: ranks write directly into pooled outputs."""
     provider = _Kept(_CPU)
     transport = MirrorTransport(0, ranks, 10.0, provider, Alone())
     transport._watchdog, transport.windows = None, WindowPolicy("push")
+    if pooled:
+        transport.pool_outputs(tuple(range(ranks)), SIDE * SIDE * DTYPE.itemsize, 1)
     program = plan((ranks,), (SIDE, SIDE), str(DTYPE)[6:], *OPERATIONS[operation])
     x = torch.ones(program.source_shape(0), dtype=DTYPE)
     bound = BoundProgram(program, 0, contiguous_strides(x.shape), transport, DTYPE, _CPU)
@@ -143,17 +149,49 @@ def counted(operation: str, ranks: int) -> tuple[Any, ...]:
     found = counts.found
     sent = sum(program.traffic(step, 0).sent for step in program.steps if isinstance(step, Exchange))
     return (
-        operation, ranks, found["launches"], found["load", False] + found["load", True], found["store", False],
+        operation + ", direct" * pooled, ranks, found["launches"],
+        found["load", False] + found["load", True], found["store", False],
         found["store", True], sent * DTYPE.itemsize, calls,
     )  # fmt: skip
 
 
+@torch.no_grad()
+def counted_tokens(case: TokenCase) -> list[tuple[Any, ...]]:
+    """Rows of the table of token dispatch: a dispatch, and its combine."""
+    work, rows = TokenWork(case), list[tuple[Any, ...]]()
+    for name, call in work.calls.items():
+        with Counts(work.memory.windows) as counts:
+            call()
+        work.transport.check()
+        found = counts.found
+        rows.append((
+            f"{name}, {case}", found["launches"], found["load", False] + found["load", True], found["store", False],
+            found["store", True], work.payload,
+        ))  # fmt: skip
+    with null_launches():
+        work = TokenWork(case)
+        for i, call in enumerate(work.calls.values()):
+            call()
+            rows[i] += (python_calls(call), f"{host_microseconds(call, TIMED_CALLS):.1f}")
+    return rows
+
+
+_EXPLAINED_TOKENS = f"""
+## Token dispatch
+
+Rank 0 of {token_work.RANKS} through windows and pooled buffers; the other ranks have as many tokens. Experts' output
+lies in other memory, from which `combine` copies it to the window. Bytes as above, of windows and pooled buffers of all
+ranks; the counts of other ranks are there, the rows that they push are not. The payload is the rows that go to peers or
+come from them. Host times are the median of {TIMED_CALLS} calls whose launches do nothing, on CPU tensors, without
+gradients.
+"""
 _EXPLAINED = f"""
 Run with TRITON_INTERPRET=1. Rank 0 of 2 and 8 ranks, tensors of {SIDE} x {SIDE} {str(DTYPE)[6:]}, pushed through
-windows of symmetric memory. Bytes read are of this rank's memory: inputs, tables, and what peers have pushed into its
-window. Bytes written are of its own memory and, apart, of windows, which are those of its peers when data is pushed.
-Words that signals exchange atomically do not count. The payload is what peers need of this rank. Python calls are of a
-cached call whose launches do nothing, below `BoundProgram.run`.
+windows of symmetric memory; "direct": into outputs of peers in pooled buffers (`prepare(..., pooled_outputs=1)`). Bytes
+read are of this rank's memory: inputs, tables, and what peers have pushed into its window. Bytes written are of its own
+memory and, apart, of windows, which are those of its peers when data is pushed; of a direct push what this rank keeps
+counts as windows. Words that signals exchange atomically do not count. The payload is what peers need of this rank.
+Python calls are of a cached call whose launches do nothing, below `BoundProgram.run`.
 """
 
 
@@ -165,10 +203,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("kernels are compiled in this process; set TRITON_INTERPRET=1")
     torch.set_num_threads(1)
     rows = [counted(operation, ranks) for operation in OPERATIONS for ranks in RANKS]
+    rows += [counted(operation, ranks, True) for operation in ("all-gather", "all-to-all") for ranks in RANKS]
     heads = ("operation", "ranks", "launches", "bytes read", "bytes written, own memory", "bytes written, windows",
              "payload sent", "Python calls")  # fmt: skip
-    lines = ["# Work of redistributions, counted", "", *provenance_lines(provenance()), _EXPLAINED]
-    lines += table(heads, rows)
+    tokens = [row for case in token_work.CASES for row in counted_tokens(case)]
+    token_heads = ("operation", *heads[2:], "host, µs")
+    lines = ["# Work of redistributions and token dispatch, counted", "", *provenance_lines(provenance()), _EXPLAINED]
+    lines += [*table(heads, rows), _EXPLAINED_TOKENS, *table(token_heads, tokens)]
     text = "\n".join(lines) + "\n"
     if given.out:
         given.out.write_text(text, encoding="utf-8")

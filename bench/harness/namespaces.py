@@ -1,11 +1,13 @@
 """Linux namespaces, mounts and network links: what `hosts.py` makes hosts of.
 
-Every function raises `HostsUnavailable` with the reason where this machine does not allow it.
+Every function raises `HostsUnavailable` with the reason where this machine does not allow it, and RuntimeError or
+OSError if it fails for another reason.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import socket
@@ -28,6 +30,17 @@ _NAMESPACES = {
 _NEW_USER = 0x10000000
 _BIND, _RECURSIVE, _PRIVATE = 4096, 1 << 14, 1 << 18
 _PR_SET_PDEATHSIG = 1
+
+
+_NOT_ALLOWED = {
+    errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOSPC, errno.EUSERS, errno.ENODEV,
+}  # fmt: skip
+"""Errors of system calls that this kernel or its settings do not allow: ENOSPC and EUSERS for one more namespace."""
+_NOT_ALLOWED_TEXTS = (
+    "Operation not permitted", "Permission denied", "Operation not supported", "Unknown device type",
+    "qdisc kind is unknown",
+)  # fmt: skip
+"""What `ip` and `tc` print then."""
 
 
 class HostsUnavailable(RuntimeError):
@@ -60,8 +73,7 @@ def unshare_all() -> None:
     if as_user:
         flags |= _NEW_USER
     if _libc.unshare(flags):
-        who = "an unprivileged user namespace" if as_user else "root"
-        raise HostsUnavailable(f"unshare as {who}: {os.strerror(ctypes.get_errno())}")
+        raise _error_of(f"unshare as {'an unprivileged user namespace' if as_user else 'root'}")
     if as_user:
         try:
             Path("/proc/self/setgroups").write_text("deny")
@@ -92,7 +104,15 @@ def exit_after(function: Callable[[], None]) -> NoReturn:
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0) -> None:
     encoded = None if kind is None else kind.encode()
     if _libc.mount(source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), None):
-        raise HostsUnavailable(f"mount {kind or source} on {target}: {os.strerror(ctypes.get_errno())}")
+        raise _error_of(f"mount {kind or source} on {target}")
+
+
+def _error_of(what: str) -> Exception:
+    """The error after a system call has failed."""
+    number = ctypes.get_errno()
+    if number in _NOT_ALLOWED:
+        return HostsUnavailable(f"{what}: {os.strerror(number)}")
+    return OSError(number, os.strerror(number), what)
 
 
 def bind(source: str | Path, target: str | Path) -> None:
@@ -185,5 +205,6 @@ def run(program: str, lines: str, *arguments: str) -> str:
     )
     if done.returncode:
         what = "; ".join(filter(None, (lines.replace("\n", "; "), " ".join(arguments))))
-        raise HostsUnavailable(f"{program} {what}: {' '.join(done.stderr.split())}")
+        allowed = not any(text in done.stderr for text in _NOT_ALLOWED_TEXTS)
+        raise (RuntimeError if allowed else HostsUnavailable)(f"{program} {what}: {' '.join(done.stderr.split())}")
     return done.stdout

@@ -99,6 +99,7 @@ def alone_among(transports: Mapping[str | None, Any]) -> None:
     found = mock.Mock(
         choose=lambda ranks, device, requested: (transports[requested], "the only one"),
         find_topology=lambda ranks, device: None,
+        rendezvous=Alone(),
     )
     call_module.current_transports = lambda: found
     for module in (call_module, drop_in):

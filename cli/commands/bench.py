@@ -17,6 +17,8 @@ PROGRAMS = (
     "workloads.record_workloads",
     "baselines.torch_tests",
     "suites.training",
+    "reliability.faults",
+    "reliability.soak",
 )
 HELP = "benchmark shardweave against other implementations, with checked results"
 

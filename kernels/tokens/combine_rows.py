@@ -6,6 +6,9 @@ combine_rows sums the rows of a token in a fixed order:
 
 plus `add`. Sums and products are float32, start at zero and are not fused. `round` is to the rows' dtype, as if the
 destination had sent its sum. The result is rounded once. Pairs without a row contribute nothing.
+
+With destinations on several nodes the outer sum is over nodes ascending, of the rounded sums of each node's
+destinations, as if one rank of each node had sent them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import triton
 import triton.language as tl
 
 from ...errors import ArgumentError
-from ..dtypes import ELEMENTS, decode, encode
+from ..dtypes import ELEMENTS, decode, encode, poison_word
+from ..fused_signals import is_last_program, overwrite
 from ..launch import Constants, Launches, interpreted, runs_on
 from .rows import (
     CHUNK,
@@ -32,6 +36,7 @@ from .rows import (
     row_alignment,
     row_constants,
 )
+from .window_signals import WindowSignals, finished_of, rank_has_failed, release_window, signal_constants
 
 PAIRS = tl.constexpr(256)  # values gathered by a program
 
@@ -51,6 +56,8 @@ def combine_rows_kernel(
     weights,  # float32 [tokens, K]
     choice,  # int32 [W]
     error,  # int64 [1]
+    signals,  # int64 [8]
+    nodes,  # int32 [W]
     out: tl.int64,  # address
     out_stride: tl.int64,  # elements
     add: tl.int64,  # address
@@ -69,9 +76,15 @@ def combine_rows_kernel(
     HAS_WEIGHTS: tl.constexpr,
     HAS_ADD: tl.constexpr,
     CHOSEN: tl.constexpr,
+    NESTED: tl.constexpr,  # whether destinations are on several nodes
     SOFT: tl.constexpr,
+    POISON: tl.constexpr,  # 8 bytes
+    PEERS: tl.constexpr,  # 0: no window is released
+    PTX: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Program i writes blocks i, i + programs, ... of the tokens' rows."""
+    """Program i writes blocks i, i + programs, ... of the tokens' rows. The last one to finish overwrites the output,
+    contiguous then, if this rank has failed, and releases the window."""
     row_blocks: tl.constexpr = (H + COLS - 1) // COLS
     for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
         # A loop variable is a number of Python's in the interpreter.
@@ -80,7 +93,9 @@ def combine_rows_kernel(
         inside = c < H
         total = tl.zeros([COLS], tl.float32)
         partial = tl.zeros([COLS], tl.float32)
+        of_nodes = tl.zeros([COLS], tl.float32)
         last = tl.full((), -1, tl.int32)
+        last_node = tl.full((), -1, tl.int32)
         for i in tl.static_range(K):
             key = tl.load(key_in + t * K + i)
             row = tl.load(row_in + t * K + i)
@@ -95,10 +110,18 @@ def combine_rows_kernel(
                 value = value * tl.load(weights + t * weight_stride + key % K, mask=kept, other=0.0)
             moved = kept & (destination != last)
             total = tl.where(moved, total + rounded(partial, DTYPE, SOFT), total)
+            if NESTED:
+                node = tl.load(nodes + destination, mask=kept, other=0)
+                left = kept & (node != last_node)
+                of_nodes = tl.where(left, of_nodes + rounded(total, DTYPE, SOFT), of_nodes)
+                total = tl.where(left, 0.0, total)
+                last_node = tl.where(kept, node, last_node)
             partial = tl.where(moved, 0.0, partial)
             partial = tl.where(kept, partial + value, partial)
             last = tl.where(kept, destination, last)
         total += rounded(partial, DTYPE, SOFT)
+        if NESTED:
+            total = of_nodes + rounded(total, DTYPE, SOFT)
         if HAS_ADD:
             source = tl.multiple_of(add.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
             words = tl.load(source + tl.multiple_of(t * add_stride, VEC) + c, mask=inside, other=0)
@@ -106,6 +129,12 @@ def combine_rows_kernel(
         target = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
         words = encode(total, DTYPE, SOFT).to(WORD)
         tl.store(target + tl.multiple_of(t * out_stride, VEC) + c, words, mask=inside)
+    if PEERS > 0:
+        if is_last_program(finished_of(signals)):
+            failed = rank_has_failed(signals)
+            if failed:
+                overwrite(out, blocks // row_blocks * H, POISON, WORD)
+            release_window(signals, failed, PEERS, PTX, WIDTH)
 
 
 def combine_rows(
@@ -115,6 +144,8 @@ def combine_rows(
     weights: torch.Tensor | None = None,
     add: torch.Tensor | None = None,
     launch: RowLaunch | None = None,
+    release: WindowSignals | None = None,
+    nodes: torch.Tensor | None = None,
 ) -> None:
     """Write each token's weighted sum over its rows to `out`.
 
@@ -125,6 +156,9 @@ def combine_rows(
         weights: float32 [T, K]; default: no multiplication.
         add: as `out`, added last; may be `out` itself.
         launch: default: RowLaunch.for_rows.
+        release: the window to release afterwards; if this rank has failed, `out`, which is contiguous, is overwritten
+            before. Only where kernels run.
+        nodes: int32 [W], the node of each destination, ascending; default: they share one.
 
     Raises:
         ArgumentError: unsupported shape or dtype.
@@ -140,26 +174,35 @@ def combine_rows(
         raise ArgumentError(
             f"weights: {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of shape {(tokens, k)}"
         )
+    if nodes is not None and (nodes.shape != (len(buffers),) or nodes.dtype is not torch.int32):
+        raise ArgumentError(
+            f"nodes: {nodes.dtype} of shape {tuple(nodes.shape)}; allowed: int32 of shape {(len(buffers),)}"
+        )
     if not runs_on(out.device):
-        combine_rows_cpu(rows, buffers, out, weights, add)
+        combine_rows_cpu(rows, buffers, out, weights, add, nodes)
         return
     launch = launch or RowLaunch.for_rows(hidden, out.element_size())
     table, bits = buffers.table()
     if weights is not None and weights.stride(1) != 1:
         weights = weights.contiguous()
     added = out if add is None else add
-    if tokens:
+    if tokens or release is not None:
         to, stride, of, of_stride = out.data_ptr(), out.stride(0), added.data_ptr(), added.stride(0)
         align = row_alignment(out.dtype, hidden, bits | to | of | (stride | of_stride) * out.element_size())
         given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
         choice = buffers.choice
         index, error = (rows.key, table) if choice is None else choice
         blocks = tokens * cdiv(hidden, launch.columns)
-        programs = launch.programs_for(blocks)
+        programs = max(launch.programs_for(blocks), 1)
+        peers, signals = (0, table) if release is None else (release.peers, release.words)
         _combines(
-            (programs, 1, 1), out.device, (rows.key, rows.row, table, given, index, error),
+            (programs, 1, 1), out.device,
+            (rows.key, rows.row, table, given, index, error, signals, rows.key if nodes is None else nodes),
             (to, stride, of, of_stride, weight_stride, index.stride(0), blocks, programs),
-            _constants(out.dtype, k, hidden, align, launch, weights is not None, add is not None, choice is not None),
+            _constants(
+                out.dtype, k, hidden, align, launch, weights is not None, add is not None, choice is not None,
+                nodes is not None, peers,
+            ),
         )  # fmt: skip
 
 
@@ -176,10 +219,13 @@ def _constants(
     has_weights: bool,
     has_add: bool,
     chosen: bool,
+    nested: bool,
+    peers: int,
 ) -> Constants:
     constants = row_constants(dtype, hidden, align) | {"K": k, "COLS": launch.columns, "DTYPE": ELEMENTS[dtype]}
-    constants |= {"HAS_WEIGHTS": has_weights, "HAS_ADD": has_add, "CHOSEN": chosen}
-    constants["SOFT"] = interpreted(combine_rows_kernel)
+    constants |= {"HAS_WEIGHTS": has_weights, "HAS_ADD": has_add, "CHOSEN": chosen, "NESTED": nested}
+    constants |= {"SOFT": interpreted(combine_rows_kernel), "POISON": poison_word(dtype)[0]}
+    constants |= signal_constants(peers, launch.num_warps)
     # A fused multiply-add would round once less than the definition.
     return Constants(combine_rows_kernel, constants, num_warps=launch.num_warps, enable_fp_fusion=False)
 
@@ -190,10 +236,12 @@ def combine_rows_cpu(
     out: torch.Tensor,
     weights: torch.Tensor | None,
     add: torch.Tensor | None,
+    nodes: torch.Tensor | None = None,
 ) -> None:
     """combine_rows in torch operations, some tokens at a time so that intermediates stay in the cache."""
     k, hidden, dtype = rows.key.shape[1], buffers.shape[1], buffers.dtype
     numbers = None if weights is None else weights.reshape(-1)
+    node_of = None if nodes is None else nodes.tolist()
     pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(hidden, 1))
     # One scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
     scratch = torch.empty((most * k, hidden), dtype=dtype, device=out.device)
@@ -202,7 +250,15 @@ def combine_rows_cpu(
         # Accumulate in the result itself where it is float32 and `add` does not alias it.
         here = dtype is torch.float32 and add is None
         total = out[these].zero_() if here else torch.zeros(out[these].shape, dtype=torch.float32, device=out.device)
+        of_node, node = total, None
         for destination, token, kth, row, rounds in sums:
+            if node_of is not None and node_of[destination] != node:
+                if node is None:
+                    of_node = torch.zeros(total.shape, dtype=torch.float32, device=out.device)
+                else:
+                    total.add_(of_node.to(dtype))
+                    of_node.zero_()
+                node = node_of[destination]
             value = torch.index_select(buffers.tensors[destination], 0, row, out=scratch[: len(row)]).float()
             if numbers is not None:
                 value.mul_(numbers.index_select(0, token * k + kth).unsqueeze(1))
@@ -211,7 +267,9 @@ def combine_rows_cpu(
                 parts[0][: len(part)].add_(part)
             # Starting at zero changes only the sign of zero, which `total` loses, since it starts at zero itself.
             partial = parts[0] if dtype is torch.float32 else parts[0].to(dtype).float()
-            total.index_add_(0, token[: rounds[0]] - first, partial)
+            of_node.index_add_(0, token[: rounds[0]] - first, partial)
+        if of_node is not total:
+            total.add_(of_node.to(dtype))
         if add is not None:
             total.add_(add[these])
         if not here:
@@ -219,20 +277,27 @@ def combine_rows_cpu(
 
 
 def combine_rows_reference(
-    rows: TokenRows, buffers: Sequence[torch.Tensor], weights: torch.Tensor | None, add: torch.Tensor | None
+    rows: TokenRows,
+    buffers: Sequence[torch.Tensor],
+    weights: torch.Tensor | None,
+    add: torch.Tensor | None,
+    nodes: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Return the result of combine_rows by its definition, pair by pair. For tests; CPU tensors only."""
     (tokens, k), hidden, dtype = rows.key.shape, buffers[0].shape[1], buffers[0].dtype
     out = torch.empty((tokens, hidden), dtype=dtype, device="cpu")
     for t in range(tokens):
-        total = torch.zeros(hidden, device="cpu")
+        of_nodes = {node: torch.zeros(hidden, device="cpu") for node in sorted(set(nodes or [0]))}
         for destination, buffer in enumerate(buffers):
             partial = torch.zeros(hidden, device="cpu")
             for key, row in zip(rows.key[t].tolist(), rows.row[t].tolist(), strict=True):
                 if row >= 0 and key // k == destination:
                     value = buffer[row].float()
                     partial += value if weights is None else value * weights[t, key % k]
-            total += partial.to(dtype).float()
+            of_nodes[0 if nodes is None else nodes[destination]] += partial.to(dtype).float()
+        total = torch.zeros(hidden, device="cpu")
+        for of_node in of_nodes.values():
+            total += of_node if nodes is None else of_node.to(dtype).float()
         out[t] = (total if add is None else total + add[t].float()).to(dtype)
     return out
 

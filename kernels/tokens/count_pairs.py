@@ -3,11 +3,13 @@
 A physical expert is an expert or one of its replicas. Pairs of one physical expert are numbered in order of (token, k).
 The first launch counts each block's pairs with a histogram. In the second, each block adds the counts of the blocks
 before it and ranks its own ids by pairwise comparison in chunks, whose cost does not depend on the number of experts.
-Up to 1,024 ids, as in decoding, take one program.
+Up to 1,024 ids, as in decoding, take one program. The program that has the totals can also write them to all ranks
+through a window, between a wait for the peers and a barrier.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ import triton.language as tl
 from ...errors import ArgumentError
 from ..launch import Constants, Launches, runs_on
 from .rows import Buffers, cdiv, power_of_two
+from .window_signals import WindowBarrier, acquire_window, barrier_of_ranks, count_acquired, signal_constants
 
 BLOCK = tl.constexpr(256)  # ids ranked at a time
 CHUNK = tl.constexpr(32)  # ids that they are compared with at a time
@@ -36,6 +39,9 @@ class CountShare(NamedTuple):
     """The row that is written: this rank, 0 to W - 1."""
     word: int | None = None
     """A number of 31 bits, written after the counts."""
+    barrier: WindowBarrier | None = None
+    """Before writing wait until the window with the matrices may be written, and have a barrier afterwards; needs
+    `word`. Only where kernels run. None: neither."""
 
 
 class CountedPairs(NamedTuple):
@@ -90,22 +96,67 @@ def count_pairs_kernel(
     tl.store(block_bad + block, tl.sum(bad_ids, 0))
 
 
-@triton.jit(do_not_specialize=["pairs", "physical_experts", "rounds", "blocks"])
+@triton.jit
+def share_in_window(
+    counts,  # int32 [EXPERTS]
+    bad,
+    matrices,  # int64 [ranks], addresses
+    signals,  # int64 [8]
+    first,
+    word,
+    fingerprint,
+    physical_experts,
+    EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,  # matrices at a time
+    PEERS: tl.constexpr,
+    TIMED: tl.constexpr,
+    PTX: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """For one program: write the counts, the number of bad ids and the word to all ranks, between a wait until the
+    window may be written and a barrier."""
+    failed = acquire_window(signals, PEERS, TIMED, PTX, WIDTH)
+    count_acquired(signals, PEERS, WIDTH)
+    if not failed:
+        s = tl.arange(0, EXPERTS)
+        for base in range(0, PEERS + 1, RANKS):
+            r = base + tl.arange(0, RANKS)
+            known = r <= PEERS
+            row = tl.load(matrices + r, mask=known, other=0).to(tl.pointer_type(tl.int32)) + first
+            inside = known[:, None] & (s < physical_experts)[None, :]
+            tl.store(row[:, None] + s[None, :], tl.broadcast_to(counts[None, :], [RANKS, EXPERTS]), mask=inside)
+            tl.store(row + physical_experts, tl.full([RANKS], 0, tl.int32) + bad, mask=known)
+            tl.store(row + physical_experts + 1, tl.full([RANKS], 0, tl.int32) + word.to(tl.int32), mask=known)
+    tl.debug_barrier()  # the signal follows the stores of all threads
+    barrier_of_ranks(signals, fingerprint, PEERS, TIMED, PTX, WIDTH)
+
+
+@triton.jit(do_not_specialize=["pairs", "physical_experts", "rounds", "blocks", "first", "word", "fingerprint"])
 def place_rows_kernel(
     expert_in,  # int32 [pairs]
     place_out,  # int32 [pairs]
     block_counts,  # int32 [blocks, EXPERTS]
     block_bad,  # int32 [blocks]
     counts_out,  # int32 [physical_experts + 1]
+    matrices,  # int64 [ranks], addresses
+    signals,  # int64 [8]
     pairs: tl.int32,
     physical_experts: tl.int32,
     rounds: tl.int32,
     blocks: tl.int32,
+    first: tl.int32,  # this rank's row in a matrix, in elements
+    word: tl.int32,
+    fingerprint: tl.int64,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,  # a power of two, no less than blocks
     ROWS: tl.constexpr,  # rows of block_counts summed at a time
+    RANKS: tl.constexpr,
+    PEERS: tl.constexpr,  # 0: the totals are not shared
+    TIMED: tl.constexpr,
+    PTX: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Program i numbers the pairs of block i; the last program also writes the totals."""
+    """Program i numbers the pairs of block i; the last program also writes the totals, and shares them."""
     block = tl.program_id(0)
     s = tl.arange(0, EXPERTS)
     before = tl.zeros([EXPERTS], tl.int32)
@@ -126,24 +177,40 @@ def place_rows_kernel(
     if block == blocks - 1:
         tl.store(counts_out + s, before, mask=s < physical_experts)
         b = tl.arange(0, BLOCKS)
-        tl.store(counts_out + physical_experts, tl.sum(tl.load(block_bad + b, mask=b < blocks, other=0), 0))
+        bad = tl.sum(tl.load(block_bad + b, mask=b < blocks, other=0), 0)
+        tl.store(counts_out + physical_experts, bad)
+        if PEERS > 0:
+            share_in_window(
+                before, bad, matrices, signals, first, word, fingerprint, physical_experts, EXPERTS, RANKS, PEERS,
+                TIMED, PTX, WIDTH,
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["pairs", "experts", "physical_experts"])
+@triton.jit(do_not_specialize=["pairs", "experts", "physical_experts", "first", "word", "fingerprint"])
 def count_few_pairs_kernel(
     ids,  # [pairs]
     expert_table,  # int32 [experts]
     expert_out,  # int32 [pairs]
     place_out,  # int32 [pairs]
     counts_out,  # int32 [physical_experts + 1]
+    matrices,  # int64 [ranks], addresses
+    signals,  # int64 [8]
     pairs: tl.int32,
     experts: tl.int32,
     physical_experts: tl.int32,
+    first: tl.int32,  # this rank's row in a matrix, in elements
+    word: tl.int32,
+    fingerprint: tl.int64,
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,  # a power of two, no less than pairs
     HAS_TABLE: tl.constexpr,
+    RANKS: tl.constexpr,
+    PEERS: tl.constexpr,  # 0: the counts are not shared
+    TIMED: tl.constexpr,
+    PTX: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """One program counts and numbers all pairs."""
+    """One program counts and numbers all pairs, and shares the counts."""
     p = tl.arange(0, PAIRS)
     physical_expert, bad = physical_experts_of(ids, expert_table, p, p < pairs, experts, HAS_TABLE)
     place = tl.zeros([PAIRS], tl.int32)
@@ -157,7 +224,13 @@ def count_few_pairs_kernel(
     counts = tl.histogram(tl.where(physical_expert >= 0, physical_expert, 0), EXPERTS, mask=physical_expert >= 0)
     s = tl.arange(0, EXPERTS)
     tl.store(counts_out + s, counts, mask=s < physical_experts)
-    tl.store(counts_out + physical_experts, tl.sum(bad.to(tl.int32), 0))
+    number = tl.sum(bad.to(tl.int32), 0)
+    tl.store(counts_out + physical_experts, number)
+    if PEERS > 0:
+        share_in_window(
+            counts, number, matrices, signals, first, word, fingerprint, physical_experts, EXPERTS, RANKS, PEERS,
+            TIMED, PTX, WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "word", "width"])
@@ -233,12 +306,21 @@ def count_pairs(
     counts = torch.empty(physical_experts + 1, dtype=torch.int32, device=ids.device)
     table, has_table = (physical_expert, False) if physical_expert_of is None else (physical_expert_of, True)
     padded = max(32, power_of_two(physical_experts))
+    matrices = signals = physical_expert  # not read
+    numbers, peers = (0, 0, 0), 0
+    watched: AbstractContextManager[object] = nullcontext()
+    if share is not None and share.barrier is not None:
+        window, fingerprint = share.barrier
+        matrices, signals, peers = share.matrices.table()[0], window.words, window.peers
+        numbers, watched = (share.me * width, share.word or 0, fingerprint), window.watched(acquires=True)
     if pairs <= MOST_SINGLE:
         most = max(CHUNK.value, power_of_two(pairs))
-        _fews(
-            (1, 1, 1), ids.device, (ids, table, physical_expert, place, counts), (pairs, num_experts, physical_experts),
-            _few_constants(ids.dtype, padded, most, has_table),
-        )  # fmt: skip
+        with watched:
+            _fews(
+                (1, 1, 1), ids.device, (ids, table, physical_expert, place, counts, matrices, signals),
+                (pairs, num_experts, physical_experts, *numbers),
+                _few_constants(ids.dtype, padded, most, has_table, peers),
+            )  # fmt: skip
     else:
         rounds = cdiv(pairs, BLOCK.value * MOST_BLOCKS)
         blocks = cdiv(pairs, BLOCK.value * rounds)
@@ -249,14 +331,16 @@ def count_pairs(
             (blocks, 1, 1), ids.device, (ids, table, physical_expert, scratch, bad), (pairs, num_experts, rounds),
             _count_constants(ids.dtype, padded, has_table),
         )  # fmt: skip
-        _places(
-            (blocks, 1, 1), ids.device, (physical_expert, place, scratch, bad, counts),
-            (pairs, physical_experts, rounds, blocks), _place_constants(padded, power_of_two(blocks)),
-        )  # fmt: skip
-    if share is not None:
+        with watched:
+            _places(
+                (blocks, 1, 1), ids.device, (physical_expert, place, scratch, bad, counts, matrices, signals),
+                (pairs, physical_experts, rounds, blocks, *numbers),
+                _place_constants(padded, power_of_two(blocks), peers),
+            )  # fmt: skip
+    if share is not None and share.barrier is None:
         constants = _share_constants(power_of_two(width), share.word is not None)
-        numbers = share.me * width, share.word or 0, physical_experts + 1
-        _shares((len(share.matrices), 1, 1), ids.device, (counts, share.matrices.table()[0]), numbers, constants)
+        shared = share.me * width, share.word or 0, physical_experts + 1
+        _shares((len(share.matrices), 1, 1), ids.device, (counts, share.matrices.table()[0]), shared, constants)
     return CountedPairs(physical_expert, place, counts)
 
 
@@ -272,9 +356,10 @@ def _count_constants(ids: torch.dtype, padded: int, has_table: bool) -> Constant
 
 
 @cache
-def _place_constants(padded: int, blocks: int) -> Constants:
-    constants = {"EXPERTS": padded, "BLOCKS": blocks, "ROWS": count_rows(padded)}
-    return Constants(place_rows_kernel, constants, num_warps=8)
+def _place_constants(padded: int, blocks: int, peers: int) -> Constants:
+    constants = {"EXPERTS": padded, "BLOCKS": blocks, "ROWS": count_rows(padded), "RANKS": shared_rows(padded, 16)}
+    warps = place_warps(peers)
+    return Constants(place_rows_kernel, constants | signal_constants(peers, warps), num_warps=warps)
 
 
 @cache
@@ -283,14 +368,26 @@ def _share_constants(length: int, has_word: bool) -> Constants:
 
 
 @cache
-def _few_constants(ids: torch.dtype, padded: int, pairs: int, has_table: bool) -> Constants:
-    constants = {"EXPERTS": padded, "PAIRS": pairs, "HAS_TABLE": has_table}
-    return Constants(count_few_pairs_kernel, constants, num_warps=few_warps(pairs))
+def _few_constants(ids: torch.dtype, padded: int, pairs: int, has_table: bool, peers: int) -> Constants:
+    warps = few_warps(pairs, padded)
+    constants = {"EXPERTS": padded, "PAIRS": pairs, "HAS_TABLE": has_table, "RANKS": shared_rows(padded, warps)}
+    return Constants(count_few_pairs_kernel, constants | signal_constants(peers, warps), num_warps=warps)
 
 
-def few_warps(pairs: int) -> int:
-    """Warps of count_few_pairs_kernel: the comparisons of a chunk take 32 registers per thread."""
-    return max(1, min(16, pairs // 64))
+def place_warps(peers: int) -> int:
+    """Warps of place_rows_kernel: with 8, if it shares counts, registers spill on gfx942."""
+    return 16 if peers else 8
+
+
+def few_warps(pairs: int, padded_experts: int) -> int:
+    """Warps of count_few_pairs_kernel: the comparisons of a chunk take 32 registers per thread. With one warp for 2048
+    experts, which share counts, registers spill on gfx942."""
+    return max(1, min(16, pairs // 64), padded_experts // 512)
+
+
+def shared_rows(padded_experts: int, num_warps: int) -> int:
+    """Matrices that a program writes its counts to at a time: 16 registers per thread."""
+    return max(1, min(16, 512 * num_warps // padded_experts))
 
 
 def count_rows(padded_experts: int) -> int:

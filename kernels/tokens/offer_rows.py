@@ -1,4 +1,7 @@
-"""offer_rows: copy rows to a buffer that peers read, unless they lie in one, and tell all ranks which buffer it is."""
+"""offer_rows: copy rows to a buffer that peers read, unless they lie in one, and tell all ranks which buffer it is.
+
+With a barrier every program waits, before it writes, until peers have read what they were offered before.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,64 @@ import torch
 import triton
 import triton.language as tl
 
+from ..fused_signals import is_last_program
 from ..launch import Constants, Launches, runs_on
 from .copy_rows import BLOCK, check_buffer, copy_rows_cpu
 from .rows import Buffers, cdiv, programs_of, row_alignment, row_constants
+from .window_signals import (
+    WindowBarrier,
+    acquire_window,
+    barrier_of_ranks,
+    count_acquired,
+    finished_of,
+    signal_constants,
+)
+
+# Times `BLOCK` and the warps of a program that waits, since there are few: as many bytes are under way on each SM.
+_WIDER = 4
 
 
-@triton.jit(do_not_specialize=["source", "target", "place", "word", "ranks", "programs"])
+@triton.jit(do_not_specialize=["source", "target", "place", "word", "ranks", "programs", "fingerprint"])
 def offer_rows_kernel(
     num_rows,  # int32 [1]
     words,  # int64 [ranks], addresses of int32 tensors
+    signals,  # int64 [8]
     source: tl.int64,  # address
     target: tl.int64,  # address
     place: tl.int64,  # in each tensor of words
     word: tl.int32,
     ranks: tl.int32,
     programs: tl.int32,
+    fingerprint: tl.int64,
     H: tl.constexpr,
     COLS: tl.constexpr,
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,  # bytes
     COPY: tl.constexpr,
+    PEERS: tl.constexpr,  # 0: neither a wait nor a barrier
+    TIMED: tl.constexpr,
+    PTX: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Program i writes the word of ranks i, i + programs, ... and copies these blocks of the rows below num_rows."""
+    """Program i writes the word of ranks i, i + programs, ... and copies these blocks of the rows below num_rows. The
+    last one to finish has a barrier with the peers."""
+    if PEERS > 0:
+        failed = acquire_window(signals, PEERS, TIMED, PTX, WIDTH)
+        if not failed:
+            offer(num_rows, words, source, target, place, word, ranks, programs, H, COLS, WORD, ALIGN, COPY)
+        if is_last_program(finished_of(signals)):
+            count_acquired(signals, PEERS, WIDTH)
+            barrier_of_ranks(signals, fingerprint, PEERS, TIMED, PTX, WIDTH)
+    else:
+        offer(num_rows, words, source, target, place, word, ranks, programs, H, COLS, WORD, ALIGN, COPY)
+
+
+@triton.jit
+def offer(
+    num_rows, words, source, target, place, word, ranks, programs,
+    H: tl.constexpr, COLS: tl.constexpr, WORD: tl.constexpr, ALIGN: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """The part of a program that writes."""
     for rank in range(tl.program_id(0), ranks, programs):
         tl.store(tl.load(words + rank).to(tl.pointer_type(tl.int32)) + place, word)
     if COPY:
@@ -43,15 +82,24 @@ def offer_rows_kernel(
 
 
 def offer_rows(
-    source: torch.Tensor, target: torch.Tensor | None, num_rows: torch.Tensor, words: Buffers, place: int, word: int
+    source: torch.Tensor,
+    target: torch.Tensor | None,
+    num_rows: torch.Tensor,
+    words: Buffers | None,
+    place: int,
+    word: int,
+    barrier: WindowBarrier | None = None,
 ) -> None:
     """Copy the rows of `source` below `num_rows` to `target`, and write `word` to all ranks.
 
     Args:
         source, target: [R, ...] as for copy_rows; target None: nothing is copied.
         num_rows: int32 [1], at most R; read on the device.
-        words: int32, contiguous, of each destination; the element at index `place` of their memory is written.
+        words: int32, contiguous, of each destination; the element at index `place` of their memory is written. None,
+            only with a barrier: nothing is written there.
         word: a number of 32 bits.
+        barrier: wait first until the window with target and words may be written, and have a barrier of the ranks
+            afterwards. Only where kernels run.
 
     Raises:
         ArgumentError: unsupported shape, dtype or stride.
@@ -60,26 +108,41 @@ def offer_rows(
     if target is not None:
         check_buffer("target", target)
     if not runs_on(source.device):
-        for tensor in words.tensors:
+        for tensor in () if words is None else words.tensors:
             tensor.view(-1)[place] = word
         if target is not None:
             copy_rows_cpu(source, target, num_rows)
         return
     copied = target is not None and source.numel() > 0
     length, here, there = source.numel() // max(len(source), 1), source.data_ptr(), 0
-    programs = len(words)
+    if words is not None:
+        ranks, table = len(words), words.table()[0]
+    else:
+        assert barrier is not None, "without words and without a barrier, copy_rows does the same"
+        ranks, table = 0, barrier.signals.words  # not read
+    programs, wider = max(ranks, 1), 1 if barrier is None or not copied else _WIDER
     if target is not None and copied:
         there = target.data_ptr()
-        programs = programs_of(source.device, cdiv(source.numel() * source.itemsize, BLOCK))
-    constants = _constants(source.dtype, length, row_alignment(source.dtype, length, here | there), copied)
-    numbers = here, there, place, word, len(words), programs
-    _launches((programs, 1, 1), source.device, (num_rows, words.table()[0]), numbers, constants)
+        programs = programs_of(source.device, cdiv(source.numel() * source.itemsize, BLOCK * wider))
+    align, numbers = row_alignment(source.dtype, length, here | there), (here, there, place, word, ranks)
+    if barrier is None:
+        constants = _constants(source.dtype, length, align, copied, wider, 0)
+        _launches((programs, 1, 1), source.device, (num_rows, table, table), (*numbers, programs, 0), constants)
+        return
+    signals, fingerprint = barrier
+    programs = min(programs, signals.programs)
+    constants = _constants(source.dtype, length, align, copied, wider, signals.peers)
+    with signals.watched(acquires=True):
+        _launches(
+            (programs, 1, 1), source.device, (num_rows, table, signals.words),
+            (*numbers, programs, fingerprint), constants,
+        )  # fmt: skip
 
 
 _launches = Launches(offer_rows_kernel)
 
 
 @cache
-def _constants(dtype: torch.dtype, length: int, align: int, copied: bool) -> Constants:
-    constants = row_constants(dtype, length, align) | {"COLS": BLOCK // dtype.itemsize, "COPY": copied}
-    return Constants(offer_rows_kernel, constants, num_warps=4)
+def _constants(dtype: torch.dtype, length: int, align: int, copied: bool, wider: int, peers: int) -> Constants:
+    constants = row_constants(dtype, length, align) | {"COLS": BLOCK * wider // dtype.itemsize, "COPY": copied}
+    return Constants(offer_rows_kernel, constants | signal_constants(peers, 4 * wider), num_warps=4 * wider)

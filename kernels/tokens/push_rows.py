@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ...errors import ArgumentError
+from ..fused_signals import is_last_program
 from ..launch import Constants, Launches, runs_on
 from .group_rows import Groups
 from .rows import (
@@ -24,13 +25,16 @@ from .rows import (
     row_alignment,
     row_constants,
 )
+from .window_signals import WindowBarrier, barrier_of_ranks, finished_of, signal_constants
 
 MOST_PADDING = 64  # parts that share the padding of one group
 
 
 @triton.jit(
-    do_not_specialize=["x", "x_stride", "weight_stride", "choice_stride", "tokens", "own", "blocks", "programs"]
-)
+    do_not_specialize=[
+        "x", "x_stride", "weight_stride", "choice_stride", "tokens", "own", "blocks", "programs", "fingerprint",
+    ]
+)  # fmt: skip
 def push_rows_kernel(
     key_in,  # int32 [tokens, K]
     row_in,  # int32 [tokens, K]
@@ -42,6 +46,7 @@ def push_rows_kernel(
     padded_counts,  # int64 [groups]
     choice,  # int32 [W]
     error,  # int64 [1]
+    signals,  # int64 [8]
     x: tl.int64,  # address
     x_stride: tl.int64,  # elements
     weight_stride: tl.int64,
@@ -50,6 +55,7 @@ def push_rows_kernel(
     own: tl.int32,  # the buffer whose padding is zeroed
     blocks: tl.int64,
     programs: tl.int64,
+    fingerprint: tl.int64,
     K: tl.constexpr,
     H: tl.constexpr,
     COLS: tl.constexpr,
@@ -59,8 +65,13 @@ def push_rows_kernel(
     PADDING: tl.constexpr,  # parts of each group's padding
     HAS_WEIGHTS: tl.constexpr,
     CHOSEN: tl.constexpr,
+    PEERS: tl.constexpr,  # 0: no barrier
+    TIMED: tl.constexpr,
+    PTX: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Program i processes blocks i, i + programs, ...: those of tokens' rows, then of the own groups' padding."""
+    """Program i processes blocks i, i + programs, ...: those of tokens' rows, then of the own groups' padding. The last
+    one to finish has a barrier with the peers."""
     row_blocks: tl.constexpr = (H + COLS - 1) // COLS
     for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
         # A loop variable is a number of Python's in the interpreter.
@@ -97,6 +108,9 @@ def push_rows_kernel(
                 if HAS_WEIGHTS:
                     if first:
                         tl.store(tl.load(weight_buffers + own).to(tl.pointer_type(tl.float32)) + pad, 0.0)
+    if PEERS > 0:
+        if is_last_program(finished_of(signals)):
+            barrier_of_ranks(signals, fingerprint, PEERS, TIMED, PTX, WIDTH)
 
 
 _launches = Launches(push_rows_kernel)
@@ -112,9 +126,10 @@ def _constants(
     padding: int,
     has_weights: bool,
     chosen: bool,
+    peers: int,
 ) -> Constants:
     constants = row_constants(dtype, hidden, align) | {"K": k, "COLS": launch.columns, "PADDING": padding}
-    constants |= {"HAS_WEIGHTS": has_weights, "CHOSEN": chosen}
+    constants |= {"HAS_WEIGHTS": has_weights, "CHOSEN": chosen, **signal_constants(peers, launch.num_warps)}
     return Constants(push_rows_kernel, constants, num_warps=launch.num_warps)
 
 
@@ -128,6 +143,7 @@ def push_rows(
     weight_buffers: Buffers | None = None,
     most_padding: int = MOST_PADDING,
     launch: RowLaunch | None = None,
+    barrier: WindowBarrier | None = None,
 ) -> None:
     """Store every row of `x` in each of its destinations and zero the padding rows of the own buffer.
 
@@ -142,6 +158,7 @@ def push_rows(
         weights: float32 [T, K], stored at the same rows of `weight_buffers`, float32 [R] each.
         most_padding: an upper bound of the padding rows of a group; 0: no padding is zeroed.
         launch: default: RowLaunch.for_rows.
+        barrier: of the ranks, when all rows have been stored; only where kernels run.
 
     Raises:
         ArgumentError: unsupported shape or dtype.
@@ -165,23 +182,30 @@ def push_rows(
     weight_table = table if weight_buffers is None else weight_buffers.table()[0]
     each = min(power_of_two(most_padding), MOST_PADDING) if most_padding else 1
     rows_and_padding = tokens + len(groups.offsets) * each * (most_padding > 0)
-    if rows_and_padding:
+    if rows_and_padding or barrier is not None:
         address, stride = x.data_ptr(), x.stride(0)
         align = row_alignment(x.dtype, hidden, bits | address | stride * x.element_size())
         given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
         choice = buffers.choice
         index, error = (rows.key, table) if choice is None else choice
         blocks = rows_and_padding * cdiv(hidden, launch.columns)
-        programs = launch.programs_for(blocks)
-        _launches(
-            (programs, 1, 1), x.device,
-            (
-                rows.key, rows.row, table, given, weight_table, groups.offsets, groups.counts, groups.padded_counts,
-                index, error,
-            ),
-            (address, stride, weight_stride, index.stride(0), tokens, own, blocks, programs),
-            _constants(x.dtype, k, hidden, align, launch, each, weights is not None, choice is not None),
+        programs = max(launch.programs_for(blocks), 1)
+        constants = (x.dtype, k, hidden, align, launch, each, weights is not None, choice is not None)
+        tensors = (
+            rows.key, rows.row, table, given, weight_table, groups.offsets, groups.counts, groups.padded_counts,
+            index, error,
         )  # fmt: skip
+        numbers = address, stride, weight_stride, index.stride(0), tokens, own, blocks, programs
+        grid = programs, 1, 1
+        if barrier is None:
+            _launches(grid, x.device, (*tensors, table), (*numbers, 0), _constants(*constants, 0))
+        else:
+            signals, fingerprint = barrier
+            with signals.watched(acquires=False):
+                _launches(
+                    grid, x.device, (*tensors, signals.words), (*numbers, fingerprint),
+                    _constants(*constants, signals.peers),
+                )  # fmt: skip
 
 
 def push_rows_cpu(

@@ -9,9 +9,12 @@ import triton
 import triton.language as tl
 
 from ...errors import ArgumentError
+from ..dtypes import poison_word
+from ..fused_signals import is_last_program, overwrite
 from ..launch import Constants, Launches, runs_on
 from .copy_rows import BLOCK, bits_of, check_buffer, copy_rows_cpu, fill_rows_cpu
 from .rows import cdiv, programs_of, row_alignment, row_constants
+from .window_signals import WindowSignals, finished_of, rank_has_failed, release_window, signal_constants
 
 NUMBERS = tl.constexpr(1024)  # numbers at a time
 
@@ -21,6 +24,7 @@ def receive_rows_kernel(
     num_rows,  # int32 [1]
     numbers_in,  # float32 [rows]
     numbers_out,  # float32 [rows]
+    signals,  # int64 [8]
     source: tl.int64,  # address
     target: tl.int64,  # address
     word: tl.int32,  # the bits of the fill value
@@ -34,9 +38,14 @@ def receive_rows_kernel(
     COPY: tl.constexpr,
     FILL: tl.constexpr,
     HAS_NUMBERS: tl.constexpr,
+    POISON: tl.constexpr,  # 8 bytes, of rows
+    NUMBER_POISON: tl.constexpr,  # 8 bytes, of numbers
+    PEERS: tl.constexpr,  # 0: no window is released
+    PTX: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """Program i processes blocks i, i + programs, ... of the rows below num_rows, of those from there on, and of the
-    numbers."""
+    numbers. The last one to finish overwrites both if this rank has failed, and releases the window."""
     here = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     there = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     number = tl.load(num_rows).to(tl.int64)
@@ -62,6 +71,14 @@ def receive_rows_kernel(
             if FILL:
                 values = tl.where(i < number, values, filler.to(tl.float32, bitcast=True))
             tl.store(numbers_out + i, values, mask=i < last)
+    if PEERS > 0:
+        if is_last_program(finished_of(signals)):
+            failed = rank_has_failed(signals)
+            if failed:
+                overwrite(target, rows.to(tl.int64) * H, POISON, WORD)
+                if HAS_NUMBERS:
+                    overwrite(numbers_out, rows.to(tl.int64), NUMBER_POISON, tl.int32)
+            release_window(signals, failed, PEERS, PTX, WIDTH)
 
 
 def receive_rows(
@@ -70,6 +87,7 @@ def receive_rows(
     num_rows: torch.Tensor,
     fill: float | None,
     numbers: tuple[torch.Tensor, torch.Tensor] | None = None,
+    release: WindowSignals | None = None,
 ) -> None:
     """Copy the rows of `source` below `num_rows` to `target` and fill the rows from there on; numbers likewise.
 
@@ -79,6 +97,8 @@ def receive_rows(
         num_rows: int32 [1], at most R; read on the device.
         fill: a number, or NaN; None: nothing is filled.
         numbers: a number for each row, float32 [R], contiguous, and where they are copied to.
+        release: the window to release afterwards; if this rank has failed, the outputs are overwritten before. Only
+            where kernels run.
 
     Raises:
         ArgumentError: unsupported shape, dtype or stride.
@@ -95,7 +115,7 @@ def receive_rows(
                 f"shape {tuple(target.shape[:1])}"
             )
     rows = len(target)
-    if not rows or (source is None and fill is None and numbers is None):
+    if release is None and (not rows or (source is None and fill is None and numbers is None)):
         return
     if not runs_on(target.device):
         if source is not None:
@@ -106,15 +126,18 @@ def receive_rows(
             for out in (target,) if numbers is None else (target, numbers[1]):
                 fill_rows_cpu(out, num_rows, fill)
         return
-    there, here, length = target.data_ptr(), 0 if source is None else source.data_ptr(), target.numel() // rows
-    blocks = cdiv(rows, NUMBERS.value)
+    there, here, length = target.data_ptr(), 0 if source is None else source.data_ptr(), target.numel() // max(rows, 1)
+    blocks = cdiv(rows, NUMBERS.value) if numbers is not None else 1
     if source is not None or fill is not None:
         blocks = max(blocks, cdiv(target.numel() * target.itemsize, BLOCK))
     programs = programs_of(target.device, blocks)
     words = (0, 0) if fill is None else (bits_of(fill, target.dtype), bits_of(fill, torch.float32))
     align = row_alignment(target.dtype, length, here | there)
-    constants = _constants(target.dtype, length, align, source is not None, fill is not None, numbers is not None)
-    tensors = (num_rows, num_rows, num_rows) if numbers is None else (num_rows, *numbers)
+    peers, signals = (0, num_rows) if release is None else (release.peers, release.words)
+    constants = _constants(
+        target.dtype, length, align, source is not None, fill is not None, numbers is not None, peers
+    )  # fmt: skip
+    tensors = (num_rows, *((num_rows, num_rows) if numbers is None else numbers), signals)
     _launches((programs, 1, 1), target.device, tensors, (here, there, *words, rows, programs), constants)
 
 
@@ -122,7 +145,10 @@ _launches = Launches(receive_rows_kernel)
 
 
 @cache
-def _constants(dtype: torch.dtype, length: int, align: int, copied: bool, filled: bool, has_numbers: bool) -> Constants:
+def _constants(
+    dtype: torch.dtype, length: int, align: int, copied: bool, filled: bool, has_numbers: bool, peers: int
+) -> Constants:
     constants = row_constants(dtype, length, align) | {"COLS": BLOCK // dtype.itemsize, "COPY": copied}
-    constants |= {"FILL": filled, "HAS_NUMBERS": has_numbers}
+    constants |= {"FILL": filled, "HAS_NUMBERS": has_numbers, **signal_constants(peers, 4)}
+    constants |= {"POISON": poison_word(dtype)[0], "NUMBER_POISON": poison_word(torch.float32)[0]}
     return Constants(receive_rows_kernel, constants, num_warps=4)

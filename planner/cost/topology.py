@@ -120,8 +120,9 @@ class Topology:
         return self.node_size if self.nodes is None else self.nodes
 
     @property
-    def has_defaults(self) -> bool:
-        """Whether `nodes`, `nics_per_node` and `full_duplex` are not set."""
+    def has_only_node_size(self) -> bool:
+        """Whether at most `node_size` says where ranks are: no `nodes`, and each rank has a NIC of its own that sends
+        while it receives."""
         return self.nodes is None and self.nics_per_node is None and self.full_duplex
 
     def node_of(self, rank: int) -> int:

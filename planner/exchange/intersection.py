@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..layouts.index_sets import Parts, common_runs, mesh_dims_of, parts_of, spans_at
+from ..layouts.index_sets import MeshParts, common_runs, mesh_dims_of, parts_of, spans_at
 from ..layouts.layout import Cuts, Layout
 
 
@@ -103,7 +103,7 @@ class FewPairs:
         receivers: Sequence[Sequence[int]],
     ) -> None:
         dims = sorted({d for d, _ in (*source.all_cuts, *target.all_cuts)})
-        indices: dict[tuple[int, Parts], int] = {}
+        indices: dict[tuple[int, MeshParts], int] = {}
         self.pairs: list[list[tuple[int, int, int]]] = []
         """For each pair and each tensor dim that is cut: (tensor dim, index in `cells` of the held part, of the wanted
         part)."""

@@ -80,6 +80,9 @@ class NodeChange(LayoutChange):
         for m in same:
             if not (to_sums and m in self.reduced):
                 alike &= mesh.coordinates[m][:, None] == mesh.coordinates[m]
+        assert self.closure is not None
+        for m in set(range(mesh.ndim)).difference(self.closure):  # only ranks of the step's group take part
+            alike &= mesh.coordinates[m][:, None] == mesh.coordinates[m]
         return alike & self._near if to_sums else alike
 
     @cached_property
@@ -104,6 +107,16 @@ def node_transfer_table(change: NodeChange, shape: tuple[int, ...]) -> TransferT
     return TransferTable(receiver, sender, *starts, extent, ones, ones, tuple(range(ndim)))
 
 
+def elements_into_nodes(change: NodeChange, shape: tuple[int, ...]) -> np.ndarray:
+    """[nodes] the elements that enter each node, by ascending number of the node."""
+    table = node_transfer_table(change, shape)
+    node = np.unique(nodes_of(change.source_mesh.rank_array, change.nodes), return_inverse=True)[1]
+    receiver = np.broadcast_to(table.receiver[:, None], table.sender.shape)
+    elements = np.broadcast_to(table.elements[:, None], table.sender.shape)
+    far = (table.sender != FILL) & (node[table.sender] != node[receiver])
+    return np.bincount(node[receiver[far]], weights=elements[far], minlength=node.max() + 1).astype(np.int64)
+
+
 @lru_cache(maxsize=256)
 def _boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """[positions, tensor dims, 2] what each rank has values of, and [positions, tensor dims] where its memory begins in
@@ -119,19 +132,26 @@ def _boxes_of(change: NodeChange, receiver: int, held: np.ndarray, wanted: np.nd
     extent."""
     ndim, terms = held.shape[1], change.contributors
     low, high = np.maximum(held[:, :, 0], wanted[:, 0]), np.minimum(held[:, :, 1], wanted[:, 1])
-    meets = (low < high).all(axis=1) & change._receives_from[receiver]
+    meets = change._receives_from[receiver].copy()
+    for d in range(ndim):  # faster than `all` along an axis of so few
+        meets &= low[:, d] < high[:, d]
     holders = np.flatnonzero(meets)
     holders = holders[np.argsort(change.term[holders], kind="stable")]
     if not len(holders) or (wanted[:, 0] >= wanted[:, 1]).any():
         none = np.zeros((0, ndim), dtype=np.int64)
         return np.zeros(0, dtype=np.int64), np.zeros((0, terms), dtype=np.int64), none, none
-    spans = [list(pairwise(np.unique([low[holders, d], high[holders, d]]).tolist())) for d in range(ndim)]
+    spans = [list(pairwise(sorted({*low[holders, d].tolist(), *high[holders, d].tolist()}))) for d in range(ndim)]
     index = np.indices([len(x) for x in spans]).reshape(ndim, -1)
     cells = np.stack([np.array(x, dtype=np.int64)[i] for x, i in zip(spans, index, strict=True)], axis=1)
     start, stop = cells[:, :, 0], cells[:, :, 1]
-    holds = ((held[holders, :, 0] <= start[:, None]) & (stop[:, None] <= held[holders, :, 1])).all(axis=2)
+    holds = np.ones((len(start), len(holders)), dtype=bool)
+    for d in range(ndim):
+        holds &= (held[holders, d, 0] <= start[:, d, None]) & (stop[:, d, None] <= held[holders, d, 1])
     # Equal holders of each term: the receiver itself, else those of its node, else all; one of them in turn.
-    first, inverse = np.unique(change.term[holders], return_index=True, return_inverse=True)[1:]
+    term = change.term[holders]
+    begins = np.ones(len(term), dtype=bool)
+    begins[1:] = term[1:] != term[:-1]
+    first, inverse = np.flatnonzero(begins), begins.cumsum() - 1
     preference = np.where(holds, 1 + change._near[receiver, holders] + (holders == receiver), 0)
     best = np.maximum.reduceat(preference, first, axis=1)[:, inverse]
     equal = holds & (preference == best)

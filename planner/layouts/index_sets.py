@@ -18,18 +18,22 @@ from .mesh import Coordinate, Mesh
 from .node_layout import NodeLayout
 
 Span = tuple[int, int]  # start, stop
-Parts = tuple[tuple[int, int, int], ...]
+MeshParts = tuple[tuple[int, int, int], ...]
 """The cuts of a tensor dim for one rank: (number of parts, split factor, index of the rank's part) of each cut."""
+Parts = tuple[tuple[int, int, int | range], ...]
+"""The same, of which a rank may have a range of parts, that are as equal as can be."""
 
 
-def cut(span: Span, parts: int, index: int) -> Span:
+def cut(span: Span, parts: int, index: int | range) -> Span:
     """Part `index` of a span cut into `parts`: of length ceil(length / parts), the last ones shorter or empty."""
     start, stop = span
+    if isinstance(index, range):
+        return tuple(start + (stop - start) * i // parts for i in (index.start, index.stop))  # type: ignore[return-value]
     size = -(-(stop - start) // parts)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
-def parts_of(cuts: Cuts, mesh_shape: Sequence[int], coordinate: Mapping[int, int] | Coordinate) -> Parts:
+def parts_of(cuts: Cuts, mesh_shape: Sequence[int], coordinate: Mapping[int, int] | Coordinate) -> MeshParts:
     """The cuts of a tensor dim for the rank at `coordinate`."""
     return tuple((mesh_shape[m], split, coordinate[m]) for m, split in pairs_of(cuts))
 

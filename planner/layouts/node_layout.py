@@ -32,6 +32,8 @@ class NodeLayout(Layout):
         tensor_dim: the tensor dim that is cut, after all cuts of `base`, as `torch.chunk` does.
         mesh: the mesh of `base`.
         nodes: the node of each rank.
+        weights: of "shares": [positions] the size of the part of the rank's node, relative to those of the others.
+            None: parts of equal size.
 
     Attributes:
         node: [positions] the index of the node of each rank among those that hold parts of the same.
@@ -39,16 +41,23 @@ class NodeLayout(Layout):
     """
 
     def __init__(
-        self, kind: Kind, base: Layout, tensor_dim: int, along: tuple[int, ...], mesh: Mesh, nodes: Nodes | None
+        self,
+        kind: Kind,
+        base: Layout,
+        tensor_dim: int,
+        along: tuple[int, ...],
+        mesh: Mesh,
+        nodes: Nodes | None,
+        weights: tuple[int, ...] | None = None,
     ) -> None:
-        identity = kind, base, tensor_dim, along, mesh, nodes
-        for name, value in (*zip(("kind", "base", "tensor_dim", "along", "mesh", "nodes"), identity, strict=True),
-                            ("_identity", identity)):  # fmt: skip
+        identity = kind, base, tensor_dim, along, mesh, nodes, weights
+        names = "kind", "base", "tensor_dim", "along", "mesh", "nodes", "weights"
+        for name, value in (*zip(names, identity, strict=True), ("_identity", identity)):
             object.__setattr__(self, name, value)
         self._set(base.placements, base.orders)
         prefixes = list(base.prefixes)
         for m in along:
-            prefixes[m] = (*prefixes[m], kind, tensor_dim)
+            prefixes[m] = (*prefixes[m], kind, tensor_dim, weights)
         object.__setattr__(self, "prefixes", tuple(prefixes))
         object.__setattr__(self, "_hash", hash(identity))
 
@@ -58,6 +67,7 @@ class NodeLayout(Layout):
     along: tuple[int, ...]
     mesh: Mesh
     nodes: Nodes | None
+    weights: tuple[int, ...] | None
     _identity: tuple
 
     def __eq__(self, other: object) -> bool:
@@ -67,7 +77,8 @@ class NodeLayout(Layout):
         return self._hash  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
-        return f"{self.base} | {self.kind} S{self.tensor_dim} along {','.join(map(str, self.along))}"
+        weights = "" if self.weights is None else f":{','.join(map(str, self.weights))}"
+        return f"{self.base} | {self.kind}{weights} S{self.tensor_dim} along {','.join(map(str, self.along))}"
 
     def without_size_one(self, mesh_shape: object) -> Layout:
         return self
@@ -75,21 +86,30 @@ class NodeLayout(Layout):
     @cached_property
     def _places(self) -> tuple[np.ndarray, ...]:
         """[positions] the index of each rank on its node and the number of ranks there, the index of its node and the
-        number of nodes, each among the ranks that differ only along `along`."""
+        number of nodes, the weights of the nodes before its own and of all, each among the ranks that differ only along
+        `along`."""
         mesh, node = self.mesh, nodes_of(self.mesh.rank_array, self.nodes)
-        group = np.zeros(mesh.size, dtype=np.int64)
-        for m in range(mesh.ndim):
-            if m not in self.along:
-                group = group * mesh.shape[m] + mesh.coordinates[m]
-        places = np.zeros((4, mesh.size), dtype=np.int64)
+        group, weights = self.group, np.array(self.weights or (0,) * mesh.size)
+        places = np.zeros((6, mesh.size), dtype=np.int64)
         for members in (np.flatnonzero(group == g) for g in np.unique(group)):
-            present, index = np.unique(node[members], return_inverse=True)
+            present, first, index = np.unique(node[members], return_index=True, return_inverse=True)
             places[2, members], places[3, members] = index.reshape(-1), len(present)
+            of_nodes = weights[members[first]]
+            places[4, members], places[5, members] = (of_nodes.cumsum() - of_nodes)[index.reshape(-1)], of_nodes.sum()
             for n in present:
                 there = members[node[members] == n]
                 there = there[np.argsort(mesh.rank_array[there])]
                 places[0, there], places[1, there] = np.arange(len(there)), len(there)
         return tuple(places)
+
+    @property
+    def group(self) -> np.ndarray:
+        """[positions] a number for each rank, equal for those that differ only along `along`."""
+        group = np.zeros(self.mesh.size, dtype=np.int64)
+        for m in range(self.mesh.ndim):
+            if m not in self.along:
+                group = group * self.mesh.shape[m] + self.mesh.coordinates[m]
+        return group
 
     @property
     def node(self) -> np.ndarray:
@@ -104,15 +124,20 @@ class NodeLayout(Layout):
         """[positions] the number of ranks of the node that hold parts of the same."""
         return self._places[1]
 
-    def parts(self, coordinate: Coordinate) -> tuple[tuple[int, int, int], ...]:
+    def parts(self, coordinate: Coordinate) -> tuple[tuple[int, int, int | range], ...]:
         """The cuts besides those of `base` for the memory of the rank at `coordinate` (`index_sets.Parts`)."""
         return () if self.kind == "node sums" else self.valid_parts(coordinate)
 
-    def valid_parts(self, coordinate: Coordinate) -> tuple[tuple[int, int, int], ...]:
+    def valid_parts(self, coordinate: Coordinate) -> tuple[tuple[int, int, int | range], ...]:
         """The cuts besides those of `base` for what the rank at `coordinate` has values of."""
         position = int(np.array(coordinate) @ self.mesh.strides)
-        index, ranks, node, nodes = (int(place[position]) for place in self._places)
-        return ((nodes, 1, node),) * (self.kind == "shares") + ((ranks, 1, index),)
+        index, ranks, node, nodes, before, total = (int(place[position]) for place in self._places)
+        of_rank = (ranks, 1, index)
+        if self.kind != "shares":
+            return (of_rank,)
+        if self.weights is None:
+            return (nodes, 1, node), of_rank
+        return (total, 1, range(before, before + self.weights[position])), of_rank
 
 
 def parse_node_layout(text: str, mesh: Mesh, nodes: Nodes | None) -> NodeLayout | None:
@@ -123,10 +148,24 @@ def parse_node_layout(text: str, mesh: Mesh, nodes: Nodes | None) -> NodeLayout 
     """
     base, _, rest = text.partition(" | ")
     words = rest.rsplit(" ", 3)
-    if len(words) != 4 or words[0] not in KINDS or words[2] != "along" or not words[1][1:].isdecimal():
+    kind, _, numbers = words[0].partition(":")
+    if len(words) != 4 or kind not in KINDS or words[2] != "along" or not words[1][1:].isdecimal():
         return None
     along = tuple(int(m) for m in words[3].split(",") if m.isdecimal())
     layout = Layout.parse(base, mesh.shape)
     if not all(m < mesh.ndim for m in along) or len(layout.placements) != mesh.ndim:
         return None
-    return NodeLayout(words[0], layout, int(words[1][1:]), along, mesh, nodes)  # type: ignore[arg-type]
+    weights = tuple(int(n) for n in numbers.split(",") if n.isdecimal() and len(n) < 10) if ":" in words[0] else None
+    parsed = NodeLayout(kind, layout, int(words[1][1:]), along, mesh, nodes, weights)  # type: ignore[arg-type]
+    return parsed if weights is None or kind == "shares" and _are_weights(parsed, weights) else None
+
+
+def _are_weights(layout: NodeLayout, weights: tuple[int, ...]) -> bool:
+    """Whether each position has a weight, equal for those of a node that hold parts of the same, and not all are 0."""
+    if len(weights) != layout.mesh.size:
+        return False
+    node = nodes_of(layout.mesh.rank_array, layout.nodes)
+    by_node: dict[tuple[int, int], int] = {}
+    keys = zip(layout.group.tolist(), node.tolist(), strict=True)
+    of_node = [by_node.setdefault(key, n) == n for key, n in zip(keys, weights, strict=True)]
+    return all(of_node) and bool((layout._places[5] > 0).all())

@@ -23,7 +23,9 @@ class RankNodes(tuple[int, ...]):
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or super().__eq__(other)
+        if isinstance(other, RankNodes):  # as arrays: there may be many ranks
+            return self is other or self._hash == other._hash and np.array_equal(self.array, other.array)
+        return super().__eq__(other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

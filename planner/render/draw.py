@@ -12,7 +12,7 @@ from ..exchange.steps import Step
 from ..layouts.mesh import Mesh
 from ..program_base import ProgramBase
 from .arrows import MAX_ARROWS, Arrows, depth
-from .explain import mesh_dims_of_step, notes, title, totals
+from .explain import mesh_dims_of_step, notes, title_as_planned, totals
 from .panels import Panels
 from .regions import stages
 from .svg_primitives import Place, Sheet, text_width, wrapped
@@ -127,7 +127,7 @@ class _Drawing:
 
     def document(self) -> str:
         program, sheet = self.program, self.sheet
-        request, tensor = title(program).split("   ")
+        request, tensor = title_as_planned(program).split("   ")
         y = self._lines(_MARGIN + 14, [request], 16, font_weight="bold")
         y = self._lines(y, [tensor], 12)
         y = self._key(y + 4)

@@ -8,7 +8,7 @@ from ..exchange.steps import Exchange, Step
 from ..exchange.transfer_table import FILL
 from ..layouts.dtypes import ITEMSIZE
 from ..layouts.mesh import Mesh
-from ..program_base import ProgramBase, format_bytes
+from ..program_base import ProgramBase, Requested, format_bytes
 
 
 def explain(program: ProgramBase, algorithms: Sequence[object] = ()) -> str:
@@ -18,6 +18,8 @@ def explain(program: ProgramBase, algorithms: Sequence[object] = ()) -> str:
         algorithms: the algorithm that performs each step, if known.
     """
     lines = [title(program) if program.rank is None else f"{title(program)}, rank {program.rank}"]
+    if program.requested is not None:
+        lines.append("  planned as " + "".join(_layouts_on_meshes(program)))
     if program.is_identity:
         lines.append("  nothing to do: the output is the input")
     for number, step in enumerate(program.steps, 1):
@@ -30,11 +32,25 @@ def explain(program: ProgramBase, algorithms: Sequence[object] = ()) -> str:
 
 def title(program: ProgramBase) -> str:
     """The request in one line: layouts, dtype, shape and meshes."""
-    tensor = f"{program.dtype}{list(program.shape)}"
-    if not program.is_cross_mesh:
-        return f"{program.source} → {program.target}   {tensor} on {program.mesh}"
-    ends = (program.source, program.source_mesh), (program.target, program.target_mesh)
-    return " → ".join(f"{layout} on {_with_ranks(mesh)}" for layout, mesh in ends) + f"   {tensor}"
+    return _title(program, program.requested or program)
+
+
+def title_as_planned(program: ProgramBase) -> str:
+    """`title`, with the meshes of the program where their dims are split."""
+    return _title(program, program)
+
+
+def _title(program: ProgramBase, ends: ProgramBase | Requested) -> str:
+    layouts, mesh = _layouts_on_meshes(ends)
+    return f"{layouts}   {program.dtype}{list(program.shape)}{mesh}"
+
+
+def _layouts_on_meshes(of: ProgramBase | Requested) -> tuple[str, str]:
+    """The source and the target as text, and the text that follows: the mesh, if both are on one."""
+    if of.source_mesh.same_ranks(of.target_mesh):
+        return f"{of.source} → {of.target}", f" on {of.source_mesh}"
+    ends = (of.source, of.source_mesh), (of.target, of.target_mesh)
+    return " → ".join(f"{layout} on {_with_ranks(mesh)}" for layout, mesh in ends), ""
 
 
 def mesh_dims_of_step(program: ProgramBase, step: Step) -> str:
@@ -83,6 +99,8 @@ def totals(program: ProgramBase) -> list[str]:
         for other in program.others:
             reason = f"{other.us / program.cost_us:.2f}×" if other.us > program.cost_us else "over max_bytes"
             lines.append(f"  not {other}: {other.us:.1f} µs, {reason}")
+        if program.topology.origin:
+            lines.append(f"topology found: {program.topology.origin}")
     return lines
 
 

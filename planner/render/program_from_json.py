@@ -28,13 +28,14 @@ from ..layouts.node_layout import MAX_RANKS, NodeLayout, parse_node_layout
 from ..layouts.nodes import Nodes
 from ..layouts.placements import Shard
 from ..path import Path
-from ..program_base import ProgramBase
+from ..program_base import ProgramBase, Requested
 from .program_to_json import TOTALS, step_to_dict
 
 _MAX_SPANS = 1 << 22  # common spans of all pairs of shards along a strided tensor dim
 _MAX_NUMBER = 1 << 100  # microseconds or bytes of a path, above any sum over its steps
 _PRICE_TOLERANCE = 1e-6  # relative; numpy may add in another order
-_KEYS = ("mesh", "target_mesh", "shape", "dtype", "source", "target", "rank", "steps", "topology", "others", *TOTALS)
+_ENDS = ("mesh", "target_mesh", "source", "target")
+_KEYS = (*_ENDS, "shape", "dtype", "rank", "requested", "steps", "topology", "others", *TOTALS)
 _STEP_KEYS = ("kind", "source", "target", "meshes", "group", "reduce", "fill", "boxes")
 T = TypeVar("T")
 AnyProgram = TypeVar("AnyProgram", bound=ProgramBase)
@@ -66,7 +67,8 @@ def parse_program(kind: type[AnyProgram], data: Any) -> AnyProgram:
     topology = None if data["topology"] is None else _made("topology", Topology.from_dict, data["topology"])
     # One number per rank is required, so that a short input cannot describe a mesh that takes long to plan.
     _list("bytes_received", data["bytes_received"], union.size if rank is None else 1)
-    program = kind(union, shape, dtype, source, target, (), rank, topology, (), mesh, other)
+    requested = None if data["requested"] is None else _requested(data["requested"], mesh, other, shape, dtype)
+    program = kind(union, shape, dtype, source, target, (), rank, topology, (), mesh, other, requested)
     at = _LayoutOnMesh(mesh, source.without_size_one(mesh.shape))
     end = _LayoutOnMesh(other, target.without_size_one(other.shape))
     steps: list[Step] = []
@@ -82,6 +84,18 @@ def parse_program(kind: type[AnyProgram], data: Any) -> AnyProgram:
     for name in TOTALS:
         _check_same(name, data[name], getattr(program, name))
     return program
+
+
+def _requested(data: Any, mesh: Mesh, target_mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Requested:
+    """The request of a program on `mesh` and `target_mesh`, whose dims are dims of the request, whole or split."""
+    _check_keys("requested", data, _ENDS)
+    ends: list[Any] = []
+    for (on, name), split in zip((("mesh", "source"), ("target_mesh", "target")), (mesh, target_mesh), strict=True):
+        given = _mesh(f"requested.{on}", data[on])
+        if given.rank_array.ravel().tolist() != split.rank_array.ravel().tolist():
+            raise _wrong(f"requested.{on}", data[on], f"a mesh with the ranks of {on}, in the same order")
+        ends += [given, _layout(f"requested.{name}", data[name], given, shape, dtype)]
+    return Requested(*ends)
 
 
 def _step(place: str, entry: Any, program: ProgramBase, before: _LayoutOnMesh) -> Step:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..exchange.steps import Exchange, Step
 from ..layouts.mesh import Mesh
-from ..program_base import ProgramBase
+from ..program_base import ProgramBase, Requested
 
 
 def to_dict(program: ProgramBase) -> dict[str, Any]:
@@ -22,6 +22,7 @@ def to_dict(program: ProgramBase) -> dict[str, Any]:
         "source": str(program.source),
         "target": str(program.target),
         "rank": program.rank,
+        "requested": None if program.requested is None else _requested_to_dict(program.requested),
         "steps": [step_to_dict(program, step) for step in program.steps],
         "topology": None if program.topology is None else program.topology.to_dict(),
         "others": [
@@ -29,6 +30,15 @@ def to_dict(program: ProgramBase) -> dict[str, Any]:
             for path in program.others
         ],
         **{name: getattr(program, name) for name in TOTALS},
+    }
+
+
+def _requested_to_dict(requested: Requested) -> dict[str, Any]:
+    return {
+        "mesh": mesh_to_dict(requested.source_mesh),
+        "target_mesh": mesh_to_dict(requested.target_mesh),
+        "source": str(requested.source),
+        "target": str(requested.target),
     }
 
 

@@ -18,6 +18,7 @@ from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.batch import BoundBatch
 from ..executor.call import (
     Call,
+    binding,
     check_backend,
     check_ranks,
     found_topology_of,
@@ -104,7 +105,8 @@ def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], options: Redis
     with on_device(locals_[0].device):
         call = _calls.get(key)
         if call is None:
-            call = _calls[key] = _bind(specs, locals_, options)
+            with binding():
+                call = _calls[key] = _bind(specs, locals_, options)
         outs = call(locals_)
     return [as_dtensor(x, target) for x, target in zip(outs, targets, strict=True)]
 

@@ -23,7 +23,7 @@ from ...kernels import on_device
 from ...planner import Planner, Program, check_local_shape, check_shape, planner_of, position_of, title
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
-from ..executor.call import Call, check_backend, check_ranks, found_topology_of, refuse, transport_for
+from ..executor.call import Call, binding, check_backend, check_ranks, found_topology_of, refuse, transport_for
 from ..executor.choose_algorithm import explain_on, leaves_sums_to_backend
 from ..executor.dispatch_modes import as_one_operator, torchs_collectives
 from ..executor.local_slice import BoundSlice
@@ -87,7 +87,8 @@ def _lookup(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options:
     """The request bound to a transport, from the cache if it was bound before."""
     bound = bound_before(x, current, target, options)
     if bound is None:
-        bound = _bound[_key(x, current, target, options)] = _bind(x, current, target, options)
+        with binding():
+            bound = _bound[_key(x, current, target, options)] = _bind(x, current, target, options)
     return bound
 
 
@@ -242,10 +243,7 @@ def explain_redistribution(
         return program.explain()
     transport, why = _transport(program, x, options, current.mesh, target.mesh)
     text = f"{explain_on(program, transport, options.reduction)}\n  on transport {transport.name}: {why}"
-    if program.topology is not None:
-        origin = program.topology.origin
-        text += f"\n  topology {f'found: {origin}' if options.topology is None else 'given'}"
-    return text
+    return f"{text}\n  topology given" if options.topology is not None and program.topology is not None else text
 
 
 def refuse_redistribution(

@@ -14,6 +14,7 @@ from ...errors import ArgumentError, UnsupportedError, with_prefix
 from ...planner import NVLINK_NODE, Batch, Layout, Mesh, Program, Request, Topology, check_shape
 from ..convert_specs import as_layout, dtype_name, mesh_of
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from ..transports.select import has_topologies, known_topology
 
 
 def plan(
@@ -39,8 +40,9 @@ def plan(
         target_mesh: the mesh of `target`, if it is another. It may have the same ranks, some of them, or none.
             Positions are then counted over the ranks of both meshes, those of `mesh` first (`Program.mesh`).
         rank: a row-major position in the mesh whose program is returned. None: the program of all ranks.
-        topology: the links between ranks; the program with the least time on it is chosen. None: all links are alike,
-            and the program minimises bytes.
+        topology: the links between ranks; the program with the least time on it is chosen. None: for a `DeviceMesh` the
+            topology that its ranks have found, once all of them have exchanged data together; otherwise all links are
+            alike, and the program minimises bytes.
         max_bytes: the most bytes that a rank may hold at any time, for input, output and intermediates together.
 
     Returns:
@@ -51,6 +53,7 @@ def plan(
             value and what is allowed.
         UnsupportedError: a reduction that is undefined for the dtype, or a target that is refused.
     """
+    topology = topology or _known_topology(mesh, target_mesh)
     *request, destination_mesh = _request(mesh, shape, dtype, source, target, target_mesh).fields()
     return planner.plan(*request, target_mesh=destination_mesh, rank=rank, topology=topology, max_bytes=max_bytes)
 
@@ -105,7 +108,7 @@ def redistribute_cost(
     dtype: torch.dtype | str,
     source: Layout | str | Sequence[Placement],
     target: Layout | str | Sequence[Placement],
-    topology: Topology = NVLINK_NODE,
+    topology: Topology | None = None,
 ) -> float:
     """The cost of a redistribution, in microseconds on the rank that takes longest, without making a program.
 
@@ -113,7 +116,8 @@ def redistribute_cost(
 
     Args:
         mesh, shape, dtype, source, target: as for `plan`.
-        topology: the links between ranks, from which the costs of bytes, messages and steps follow.
+        topology: the links between ranks, from which the costs of bytes, messages and steps follow. None: for a
+            `DeviceMesh` the topology that its ranks have found, as for `plan`; otherwise `NVLINK_NODE`.
 
     Returns:
         The microseconds of the cheapest program; 0 where nothing has to be done. A program without communication costs
@@ -123,6 +127,8 @@ def redistribute_cost(
         ArgumentError: an argument is invalid; the text names it, its value and what is allowed.
         UnsupportedError: as for `plan`.
     """
+    if topology is None:
+        topology = _known_topology(mesh) or NVLINK_NODE
     key: tuple[Any, ...] | None = (mesh, shape, dtype, source, target, topology)
     try:
         return _costs[key]
@@ -142,6 +148,16 @@ def redistribute_cost(
     if key is not None:
         _costs[key] = cost
     return cost
+
+
+def _known_topology(*meshes: object) -> Topology | None:
+    """The topology that all ranks of the meshes have found together; None without a DeviceMesh."""
+    device_meshes = [mesh for mesh in meshes if isinstance(mesh, DeviceMesh)]
+    if not device_meshes or not has_topologies() or any(isinstance(mesh, Mesh | Sequence) for mesh in meshes):
+        return None
+    forget_dead_groups()
+    ranks = {rank for mesh in device_meshes for rank in mesh_of(mesh).rank_array.tolist()}
+    return known_topology(tuple(sorted(ranks)), device_meshes[0].device_type)
 
 
 _costs: ProcessGroupCache[tuple[Any, ...] | None, float] = ProcessGroupCache(65536)

@@ -19,7 +19,7 @@ from ..transports.select import AnyHierarchical, AnyTransport
 from ..transports.shared_memory.transport import SharedMemoryTransport
 from ..transports.streams import current_stream
 from .ranges import call_range, wants_ranges
-from .run import ExclusiveCall
+from .run import ResumedCall
 
 HostTransport = SharedMemoryTransport | ProcessGroupTransport | AnyHierarchical
 """A transport whose requests are started and finished by the host."""
@@ -42,6 +42,7 @@ class AsyncRun:
     """
 
     record: flight_recorder.Record | None = None
+    _error: BaseException | None = None
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class AsyncRun:
         self._transport: HostTransport | None = transport
         self._complete: Callable[[], Any] | None = complete
         self._output = weakref.ref(output)  # an output that is gone needs no wait
-        self._error: BaseException | None = None
+        self._lock = transport.rendezvous.lock
         self._call = transport.rendezvous.call
         self._stream = current_stream(output.device)
         self._done: torch.cuda.Event | None = None
@@ -67,13 +68,17 @@ class AsyncRun:
         return AsyncCollectiveTensor(output)
 
     def finish(self) -> None:
-        """Finish the run. Further calls do nothing, or raise the same error.
+        """Finish the run. Further calls do nothing, or raise the same error. May be called on any thread.
 
         Raises:
             TransportError: a peer failed, timed out or made a different request.
         """
-        if self._error is not None:
-            raise self._error
+        with self._lock:  # another thread may be finishing it
+            if self._error is not None:
+                raise self._error
+            self._finish()
+
+    def _finish(self) -> None:
         transport, run = self._transport, self._run
         if run is None or transport is None:
             return
@@ -87,7 +92,7 @@ class AsyncRun:
         if flight_recorder.current is not None:
             flight_recorder.current.resume(self.record)
         try:
-            with ExclusiveCall(transport, self._statistics), profiled, on_stream:
+            with ResumedCall(transport, self._statistics), profiled, on_stream:
                 try:
                     result = complete()
                     while True:
@@ -116,9 +121,9 @@ class SideStreamRun(AsyncRun):
 
     def __init__(self, transport: AnyTransport, join: Callable[[], None]) -> None:
         self._any_transport: AnyTransport | None = transport
-        self._join = join
+        self._lock, self._join = transport.rendezvous.lock, join
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         transport, self._any_transport = self._any_transport, None
         if transport is not None and transport.pending is self:
             transport.pending = None

@@ -17,6 +17,7 @@ from ..transports.symmetric_memory.window import Window
 from .bind import AnyStep, step_type, traffic_of
 from .choose_algorithm import Algorithm, choose_algorithm
 from .copies import contiguous_strides
+from .step_direct import DirectStep
 from .step_hierarchical import HierarchicalStep
 from .step_put import PutStep
 from .step_sendrecv import SendRecvStep, SharedBuffers
@@ -97,15 +98,15 @@ class OneSidedRound(_Round):
 class WindowedRound(_Round):
     """Tensors of the same ranks share a window: one set of signals for all of them, and the host waits for nothing.
 
-    Tensors that also go to other nodes follow, one at a time.
+    Tensors that also go to other nodes, or directly into outputs, follow, one at a time.
     """
 
     transport: WindowedTransport
-    steps: Mapping[int, WindowStep | SendRecvStep]
+    steps: Mapping[int, WindowStep | DirectStep | SendRecvStep]
 
     def bind(self) -> None:
         self.sharing: dict[int, WindowStep] = {}
-        self.separate: dict[int, WindowStep | SendRecvStep] = {}
+        self.separate: dict[int, WindowStep | DirectStep | SendRecvStep] = {}
         # By window, the last tensor in it, in the order of the first tensors: the same order on all ranks.
         self.last_in: dict[Window, int] = {}
         self.directions: dict[Window, int] = defaultdict(int)

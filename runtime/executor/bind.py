@@ -14,6 +14,7 @@ from .choose_algorithm import Algorithm, Reduction, choose_algorithm
 from .copies import contiguous_strides
 from .run import run_steps
 from .step_collective import CollectiveReduction
+from .step_direct import DirectStep
 from .step_hierarchical import HierarchicalStep, HierarchicalWindowStep
 from .step_put import PutStep
 from .step_sendrecv import SendRecvStep, can_stay_scattered
@@ -21,7 +22,7 @@ from .step_window import WindowStep
 
 _FAST = 1 << 62  # in the fingerprint of a program whose backend may reduce
 
-AnyStep = PutStep | SendRecvStep | WindowStep | CollectiveReduction
+AnyStep = PutStep | SendRecvStep | WindowStep | DirectStep | CollectiveReduction
 
 
 def step_type(algorithm: Algorithm, transport: Transport) -> type[AnyStep]:
@@ -30,6 +31,8 @@ def step_type(algorithm: Algorithm, transport: Transport) -> type[AnyStep]:
         return HierarchicalWindowStep if transport.windows else HierarchicalStep
     if algorithm.name in ("reduce-scatter", "all-reduce"):
         return CollectiveReduction
+    if algorithm.name == "direct push":
+        return DirectStep
     if algorithm.name in ("push", "pull", "local") and transport.windows:
         return WindowStep
     return PutStep if transport.one_sided or algorithm.name == "push" else SendRecvStep

@@ -19,6 +19,7 @@ from .. import flight_recorder
 from ..environment import requested_transport
 from ..process_group_cache import ProcessGroupCache
 from ..statistics import stats
+from ..transports.call_lock import CallLock
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport, current_transports, why_not_backend
@@ -30,7 +31,7 @@ from .bind import BoundProgram
 from .dispatch_modes import below_modes
 from .local_slice import BoundSlice
 from .ranges import call_range, wants_ranges
-from .run import ExclusiveCall, Run, fail, run_profiled, run_to_end
+from .run import ExclusiveCall, Run, run_profiled, run_to_end
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Call:
 
     def __call__(self, x: Any, async_op: bool = False) -> Any:
         """Run on `x` and return the output: with `async_op`, if the last exchange can be awaited later, an
-        `AsyncCollectiveTensor` that waits for it on first use.
+        `AsyncCollectiveTensor` that waits for it on first use. Waits for calls of other threads.
 
         Raises:
             TransportError: a peer failed, timed out or made a different request, now or in an earlier call.
@@ -82,19 +83,11 @@ class Call:
         if self.bound is None or self.transport is None:
             return x
         transport, bound = self.transport, self.bound
-        while transport.pending is not None:
-            transport.pending.finish()  # its exchanges come before those of this call
-        if transport.error is not None:
-            # Raise before anything is pushed: receive buffers that peers kept may be in use for something else. If only
-            # one part of a hierarchical transport has failed, the peers of the other part are notified here.
-            error = transport.error
-            fail(transport, error)
-            raise error
-        self.calls[transport.name] += 1
-        self.statistics.calls += 1
-        if self.order is not None:
-            self.order.join(self)
         with ExclusiveCall(transport, self.statistics):
+            self.calls[transport.name] += 1
+            self.statistics.calls += 1
+            if self.order is not None:
+                self.order.join(self)
             fingerprint = bound.fingerprint
             if self.has_peers:
                 fingerprint = transport.rendezvous.begin(self.participants, fingerprint, bound.title)
@@ -148,7 +141,7 @@ def refuse(
         first_group: the participants of this rank's first exchange.
     """
     error.peers_know = True
-    with suppress(TransportError):  # peers that are gone need no notice
+    with suppress(TransportError), transport.rendezvous.lock:  # peers that are gone need no notice
         while transport.pending is not None:
             transport.pending.finish()  # its exchanges come before those of this call
         transport.rendezvous.refuse(participants, str(error))
@@ -165,8 +158,21 @@ def refuse_unplanned(
         error.peers_know = True
         with below_modes():  # they may take the mesh's own tensor for one of the user's
             ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
-        current_transports().rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
+        rendezvous = current_transports().rendezvous
+        with suppress(TransportError), rendezvous.lock:
+            rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
     return error
+
+
+def binding() -> CallLock:
+    """A context in which a call is bound: other threads neither bind nor call, since bound calls and the process groups
+    that they may use are common to all.
+
+    Raises:
+        UnsupportedError: torch.distributed is not initialised.
+        MeetingTimeoutError: another thread was in calls for longer than the timeout.
+    """
+    return current_transports().rendezvous.lock
 
 
 def check_backend(device: torch.device, mesh_size: int, requested: str | None = None) -> None:
@@ -202,20 +208,22 @@ def transport_for(
     `groups` and those of `meshes`."""
     requested = requested or requested_transport()
     key = ranks, device, requested
-    chosen = _chosen.get(key)
-    if chosen is None:
-        with on_device(device):  # whose pinned memory and streams a new transport has
-            chosen = _chosen[key] = current_transports().choose(ranks, device, requested)
-    transport, why = chosen
-    if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
-        distinct = {id(mesh): mesh for mesh in meshes}.values()
-        transport.use_groups([*groups, *(group for mesh in distinct for group in _groups_of(mesh))])
+    with binding():
+        chosen = _chosen.get(key)
+        if chosen is None:
+            with on_device(device):  # whose pinned memory and streams a new transport has
+                chosen = _chosen[key] = current_transports().choose(ranks, device, requested)
+        transport, why = chosen
+        if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
+            distinct = {id(mesh): mesh for mesh in meshes}.values()
+            transport.use_groups([*groups, *(group for mesh in distinct for group in _groups_of(mesh))])
     return transport, why
 
 
 def found_topology_of(ranks: Iterable[int], device: torch.device) -> Topology | None:
     """The topology of some ranks (`Transports.find_topology`)."""
-    return current_transports().find_topology(tuple(sorted(ranks)), device)
+    with binding():
+        return current_transports().find_topology(tuple(sorted(ranks)), device)
 
 
 # By ranks, device and requested transport.

@@ -10,9 +10,10 @@ from typing import Literal, cast
 import numpy as np
 
 from ...errors import ArgumentError, shown
-from ...planner import ITEMSIZE, Exchange, Mesh, Partial, Program, Replicate, Shard, Step, format_bytes
+from ...planner import ITEMSIZE, Exchange, Mesh, NodeLayout, Partial, Program, Replicate, Shard, Step, format_bytes
 from ..transports.backend_limits import BACKENDS, Rates, WindowPolicy, assumed_node
 from ..transports.base import Capabilities, TwoSidedCapabilities
+from .window_layout import why_not_direct, window_bytes
 
 Reduction = Literal["ordered", "fast"]
 REDUCTIONS: tuple[Reduction, ...] = ("ordered", "fast")
@@ -26,7 +27,7 @@ class Algorithm:
     """The algorithm of a step.
 
     Attributes:
-        name: "local", "push", "pull", "push and send", "send and receive", "all-to-all", "all-gather",
+        name: "local", "push", "direct push", "pull", "push and send", "send and receive", "all-to-all", "all-gather",
             "reduce-scatter" or "all-reduce".
         why: the reason, for `explain`.
         group: of a collective, the ranks of its process group in its order.
@@ -117,12 +118,23 @@ def _through_windows(program: Program, step: Step, members: Sequence[int], polic
 
     A push writes a window's bytes to peers and copies them out of the own window. A pull copies the input into the own
     window and reads from peers what a push would write. If both take the same time it is push, because the device does
-    not wait for stores.
+    not wait for stores. Without a reduction, ranks write directly into outputs in pooled buffers, where there are some:
+    nothing is copied out of a window then.
     """
+    why_not = ""
+    pooled = policy.outputs.get(tuple(sorted(map(program.mesh.rank_at, members))))
+    if pooled is not None and step.reduce is None and policy.direction != "pull":
+        why_not = why_not_direct(program, step, members, pooled.nbytes)
+        if not why_not:
+            buffers = f"{pooled.number} pooled buffers of {format_bytes(pooled.nbytes)}"
+            return Algorithm(
+                "direct push", f"into outputs in {buffers}; while all are in use, with a copy from another"
+            )
+        why_not = f"; not directly into outputs, {why_not}"
     pushed, published = (window_bytes(program, step, members, algorithm) for algorithm in ("push", "pull"))
     bytes_of = {"push": pushed, "pull": published}
     if policy.direction != "auto":
-        return Algorithm(policy.direction, f"requested; windows of {format_bytes(bytes_of[policy.direction])}")
+        return Algorithm(policy.direction, f"requested; windows of {format_bytes(bytes_of[policy.direction])}{why_not}")
     measured = policy.rates.get(tuple(sorted(map(program.mesh.rank_at, members))))
     rates = measured or Rates()
     seconds = {
@@ -133,7 +145,7 @@ def _through_windows(program: Program, step: Step, members: Sequence[int], polic
     why = f"windows of {format_bytes(bytes_of[algorithm])}, {format_bytes(bytes_of[other])} for {other}"
     if measured:
         why += f"; {1e6 * seconds[algorithm]:.3g} µs, {1e6 * seconds[other]:.3g} for {other}, by measured rates"
-    return Algorithm(algorithm, why)
+    return Algorithm(algorithm, why + why_not)
 
 
 def window_members(program: Program, step: Step, position: int) -> tuple[int, ...]:
@@ -144,18 +156,10 @@ def window_members(program: Program, step: Step, position: int) -> tuple[int, ..
     return program.members(step, position)
 
 
-def window_bytes(program: Program, step: Step, members: Sequence[int], algorithm: str) -> int:
-    """The bytes of a window of these positions: of the input for a pull, otherwise of a staging slot of the output's
-    shape for each contribution."""
-    if algorithm == "pull":
-        sizes = [math.prod(program.shape_before(step, p)) for p in members]
-    else:
-        sizes = [math.prod(program.shape_after(step, p)) * max(step.staged_terms, 1) for p in members]
-    return max(sizes) * ITEMSIZE[program.dtype]
-
-
 def _is_all_gather(step: Exchange) -> bool:
     """Whether a step makes shards of the group replicated."""
+    if isinstance(step.source, NodeLayout) or isinstance(step.target, NodeLayout):
+        return False
     before, after = _group_placements(step)
     return all(isinstance(p, Shard) for p in before) and all(isinstance(p, Replicate) for p in after)
 
@@ -172,6 +176,8 @@ def _are_even(program: Program, step: Exchange, members: Sequence[int]) -> bool:
 
 def _collective_reduction(program: Program, step: Exchange, members: Sequence[int]) -> str | None:
     """The collective of torch.distributed that reduces as a step does; None if there is none."""
+    if isinstance(step.source, NodeLayout) or isinstance(step.target, NodeLayout):
+        return None  # parts of nodes are no shards of a backend's collective
     before, after = _group_placements(step)
     if program.dtype not in _REDUCED_BY_BACKENDS or not all(isinstance(p, Partial) for p in before):
         return None

@@ -10,6 +10,8 @@ import torch
 
 from ...kernels import (
     CopyTable,
+    DirectTable,
+    DirectUse,
     ReduceTable,
     SourceRows,
     StridedBoxes,
@@ -173,6 +175,8 @@ class Copies:
 
     Args:
         use: if given, a call waits for peers before the first box and signals them after the last.
+        pieces: boxes are contiguous in the targets, begin at multiples of 16 bytes, and are followed by unused bytes up
+            to the next one. For copies with a use.
     """
 
     table: Any = None  # a CopyTable, or a WindowCopyTable if there is a use
@@ -184,6 +188,7 @@ class Copies:
         dtype: torch.dtype,
         device: torch.device,
         use: WindowUse | None = None,
+        pieces: bool = False,
     ) -> None:
         self.empty, self.fill, self.use = not moves, fill, use
         self._views: dict[Address, list[torch.Tensor]] = {}
@@ -192,7 +197,12 @@ class Copies:
         if is_plain_memory(device) or not (moves or use):
             return
         boxes = StridedBoxes.of_rows(self._targets, self._sources, fill)
-        self.table = copy_table(boxes, dtype, device) if use is None else window_table(boxes, dtype, device, use)
+        if use is None:
+            self.table = copy_table(boxes, dtype, device)
+        elif isinstance(use, DirectUse):
+            self.table = DirectTable(boxes, dtype, device, use)
+        else:
+            self.table = window_table(boxes, dtype, device, use, pieces=pieces)
 
     def build(self, aligned: int) -> None:
         """Compile and upload the launch for sources whose addresses are multiples of `aligned` bytes."""

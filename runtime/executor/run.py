@@ -66,28 +66,56 @@ def fail(transport: AnyTransport, error: TransportError) -> None:
 
 
 class ExclusiveCall:
-    """Holds a transport for the duration of one call and measures its time. A failure invalidates the transport.
+    """Holds the transports of a process group for the duration of one call and measures its time. A call of another
+    thread is waited for, and a pending call is finished before. A failure invalidates the transport.
 
     Raises:
-        TransportError: another thread is in a call of this transport.
+        TransportError: an earlier call failed; or this call is made within another one, on the same thread.
+        MeetingTimeoutError: another thread was in calls for longer than the timeout. The transport stays valid.
     """
 
     def __init__(self, transport: AnyTransport, statistics: Redistribution) -> None:
         self.transport, self.statistics = transport, statistics
+        self.lock = transport.rendezvous.lock
 
     def __enter__(self) -> None:
-        transport = self.transport
-        if transport.busy:
-            error = TransportError(
-                f"rank {transport.rank}: two threads redistribute at once; allowed: one call at a time, alike on "
-                "all ranks"
-            )
-            fail(transport, error)
-            raise error
+        transport, lock = self.transport, self.lock
+        if not lock.acquire_now(False):
+            lock.acquire()
+        if transport.busy or transport.pending is not None or transport.error is not None:
+            try:
+                self._make_ready()
+            except BaseException:
+                lock.release()
+                raise
         transport.busy = True
         self.start = time.perf_counter()
 
+    def _make_ready(self) -> None:
+        transport = self.transport
+        self._refuse_within_call()
+        while transport.pending is not None:
+            transport.pending.finish()  # its exchanges come before those of this call
+        if (error := transport.error) is not None:
+            # Raise before anything is pushed: receive buffers that peers kept may be in use for something else. If only
+            # one part of a hierarchical transport has failed, the peers of the other part are notified here.
+            fail(transport, error)
+            raise error
+
+    def _refuse_within_call(self) -> None:
+        if self.transport.busy:  # as in a signal handler: the call that it interrupted goes on afterwards
+            raise TransportError(
+                f"rank {self.transport.rank}: a call within {self.transport.rendezvous.call}, on the same thread; "
+                "allowed: after it has returned"
+            )
+
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._end(error)
+        finally:
+            self.lock.release()
+
+    def _end(self, error: BaseException | None) -> None:
         transport = self.transport
         transport.busy = False
         self.statistics.milliseconds += (time.perf_counter() - self.start) * 1e3
@@ -97,3 +125,10 @@ class ExclusiveCall:
             # Peers may be waiting for this rank's next exchange: notify them.
             text = f"rank {transport.rank} failed in an earlier call: {type(error).__name__}: {error}"
             fail(transport, error if isinstance(error, TransportError) else TransportError(text))
+
+
+class ResumedCall(ExclusiveCall):
+    """Holds the transports while the rest of a call is carried out that was pending."""
+
+    def _make_ready(self) -> None:
+        self._refuse_within_call()

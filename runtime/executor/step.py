@@ -107,9 +107,9 @@ class BoundStep:
         """A new output."""
         return self.transport.empty(self.shape, self.dtype, self.device)
 
-    def copies(self, moves: Sequence[Move], use: WindowUse | None = None) -> Copies:
-        """Copies of this step, registered in `launches`."""
-        copies = Copies(moves, self.step.fill, self.dtype, self.device, use)
+    def copies(self, moves: Sequence[Move], use: WindowUse | None = None, pieces: bool = False) -> Copies:
+        """Copies of this step, registered in `launches`. `pieces`: as in `Copies`."""
+        copies = Copies(moves, self.step.fill, self.dtype, self.device, use, pieces)
         if moves:
             self.launches.append(copies)
         return copies

@@ -7,24 +7,30 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels import HALVES, Turn, WindowUse
-from ...planner import Program, Step
+from ...kernels import HALVES, Turn, Where, WindowUse
+from ...planner import Program, Row, Step
 from ..transports.base import Transport, WindowedTransport
 from ..transports.symmetric_memory.window import Window
-from .choose_algorithm import Algorithm, window_bytes, window_members
+from .choose_algorithm import Algorithm, window_members
 from .copies import Copies, Move, Reduction, contiguous_strides, packed
 from .run import Run
 from .step import BoundStep, Terms
+from .window_layout import PushedPieces, pushed_pieces, window_bytes
 
 _PULLS = 1 << 15  # in a fingerprint, above the numbers of steps
 
 
 class WindowRegion(NamedTuple):
-    """The part of a group's window that a step uses, in bytes."""
+    """The part of a group's window that a step uses, in bytes.
+
+    Attributes:
+        pieces: where pushes go; None: boxes are placed as in the output, or pulled.
+    """
 
     ranks: tuple[int, ...]
     first: int
     nbytes: int
+    pieces: PushedPieces | None = None
 
 
 def window_region(
@@ -37,8 +43,9 @@ def window_region(
     node_members = [p for p in members if transport.node_of(program.mesh.rank_at(p)) == node]
     if algorithm.name not in ("push", "pull", "push and send") or len(node_members) == 1:
         return None
-    nbytes = window_bytes(program, step, node_members, algorithm.name)
-    return WindowRegion(tuple(sorted(map(program.mesh.rank_at, node_members))), 0, nbytes)
+    pieces = None if algorithm.name == "pull" else pushed_pieces(program, step, node_members)
+    nbytes = window_bytes(program, step, node_members, algorithm.name) if pieces is None else pieces.nbytes
+    return WindowRegion(tuple(sorted(map(program.mesh.rank_at, node_members))), 0, nbytes, pieces)
 
 
 class WindowStep(BoundStep):
@@ -46,9 +53,10 @@ class WindowStep(BoundStep):
     those of peers. Either way one launch writes windows and one reads them; each waits for the peers before its first
     access and signals them after its last one.
 
-    For a push a window has shape [staging slots, *output shape], with a slot for each contribution of a peer, whose
-    boxes are placed as in the output. For a pull it holds the input, contiguous. What a rank keeps is never copied
-    through a window. The host never waits: `run` yields no requests.
+    For a push a window holds the pieces of the peers (`PushedPieces`). Where they have no place that all ranks know, it
+    has shape [staging slots, *output shape], with a slot for each contribution of a peer, whose boxes are placed as in
+    the output. For a pull it holds the input, contiguous. What a rank keeps is never copied through a window. The host
+    never waits: `run` yields no requests.
 
     Args:
         region: the region of a window that several steps share, which signal together; None: the step has a window of
@@ -63,6 +71,8 @@ class WindowStep(BoundStep):
         self.reading: WindowUse | None = None
         self.pulls = algorithm.name == "pull"
         region = region or window_region(self.program, self.step, self.me, self.transport, algorithm)
+        self.pieces = None if region is None else region.pieces
+        self._slots: dict[int, list[int]] = {}
         if region is not None:
             self.window = self.transport.window(region.ranks, region.first + region.nbytes, HALVES)
             self.reading = self.window.reading(self.dtype, self.pulls)
@@ -79,6 +89,17 @@ class WindowStep(BoundStep):
         if region is not None:
             self.finish.fix(sources=[None, *self.read[0]])
 
+    def pushed_to(self, receiver: int, sender: int, row: Row, contributor: int) -> Where:
+        """Where in the receiver's window a sender puts its contribution to a row."""
+        if self.pieces is not None:
+            return packed(row.extent, self.pieces.first[receiver, sender])
+        shape = self.shape if receiver == self.me else self.program.shape_after(self.step, receiver)
+        strides = contiguous_strides(shape)[: len(self.program.shape)]
+        slots = self._slots.get(receiver)
+        if slots is None:
+            slots = self._slots[receiver] = self.staging_slots(receiver)
+        return self.target(row, strides, slots[contributor] * math.prod(shape))
+
     def staging_slots(self, receiver: int) -> list[int]:
         """The staging slot of each contributor in a receiver's window, by index. The receiver has no slot: its entry is
         meaningless."""
@@ -92,16 +113,13 @@ class WindowStep(BoundStep):
 
     def _pushing(self) -> Copies:
         """Copies from the input (source 0) into the windows of the peers (targets)."""
-        moves = []
-        for number, peer in enumerate(self.peers):
-            shape = self.program.shape_after(self.step, peer)
-            strides = contiguous_strides(shape)[: len(self.program.shape)]
-            slots = self.staging_slots(peer)
-            for contributor, rows in self.outgoing.get(peer, {}).items():
-                for row in rows:
-                    target = self.target(row, strides, slots[contributor] * math.prod(shape))
-                    moves.append(Move((number, target), [(0, self.source(row))]))
-        return self.copies(moves, self.window.writing if self.window else None)
+        moves = [
+            Move((number, self.pushed_to(peer, self.me, row, contributor)), [(0, self.source(row))])
+            for number, peer in enumerate(self.peers)
+            for contributor, rows in self.outgoing.get(peer, {}).items()
+            for row in rows
+        ]
+        return self.copies(moves, self.window.writing if self.window else None, pieces=self.pieces is not None)
 
     def _unpacking(self) -> Copies | Reduction:
         """Copies or reduction from the input and the own window (source 1) into the output."""
@@ -112,13 +130,12 @@ class WindowStep(BoundStep):
     def pushed(self) -> list[Move]:
         """Copies of what peers pushed, from the own window (source 1) into the output."""
         rows = [row for row in self.incoming if row.senders[0] in self.peers]
-        return [Move((0, self.target(row)), [(1, self.target(row))]) for row in rows]
+        return [Move((0, self.target(row)), [(1, self.pushed_to(self.me, row.senders[0], row, 0))]) for row in rows]
 
     def staged(self) -> Terms:
         """Where in the own window (source 1) the contributions of the peers are."""
-        bases = [slot * math.prod(self.shape) for slot in self.staging_slots(self.me)]
         return {
-            (index, i): (1, self.target(row, base=bases[i]))
+            (index, i): (1, self.pushed_to(self.me, p, row, i))
             for index, row in enumerate(self.incoming)
             for i, p in enumerate(row.senders)
             if p in self.peers

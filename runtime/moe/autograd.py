@@ -25,7 +25,12 @@ def dispatch_tokens(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[Route
         raise UnsupportedError('save="redispatch" under torch.compile; allowed: "buffer", "copy"')
     tokens = [item._replace(weights=item.weights.float()) for item in tokens]
     xs, ids, weights = zip(*tokens, strict=True)
-    *received, records = Dispatch.apply(engine, *xs, *weights, *ids)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        *received, records = Dispatch.apply(engine, *xs, *weights, *ids)
+    else:  # without the host time of autograd
+        pairs = engine._run_dispatch(tokens)
+        records = [record for _, record in pairs]
+        received = [*(rows for rows, _ in pairs), *(record.weights for record in records)]
     routed = []
     for i, transfer in enumerate(engine.transfers):
         x, row_weights = received[i], received[n + i]
@@ -62,6 +67,10 @@ def combine_tokens(
         with torch.no_grad():
             _combine(engine, records, values, given, weights, adds)
         return given
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        sums = engine._new_sums(records)
+        engine._run_combine(records, values, sums, weights, adds)
+        return sums
     tokens = [r._tokens for r in routed if r._tokens is not None]
     again = [r._again for r in routed if r._again is not None]
     row_weights = [record.weights for record in records]
@@ -87,7 +96,7 @@ def _new_sums(engine: TokenEngine, records: Sequence[DispatchRecord]) -> list[to
 def _saved(ctx: Any, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
     """Return the tensors of the records but for the weights, for `save_for_backward`, which frees them after backward;
     keep their sorted pairs for `_restored`."""
-    ctx.pairs = [record.rows.pairs for record in records]
+    ctx.pairs = [record.pairs for record in records]
     return [tensor for record in records for tensor in record.tensors()[1:]]
 
 
@@ -100,7 +109,7 @@ def _restored(
     given = [part[0] for part in parts] if weights is None else weights
     records = [DispatchRecord.of([w, *part], p) for w, part, p in zip(given, parts, ctx.pairs, strict=True)]
     if not torch.compiler.is_compiling():
-        ctx.pairs = [None] * len(parts)  # freed like the tensors; computed again if backward runs again
+        ctx.pairs = [(None, None)] * len(parts)  # freed like the tensors; computed again if backward runs again
     return records
 
 

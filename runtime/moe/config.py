@@ -6,10 +6,10 @@ import hashlib
 import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from ...errors import ArgumentError, shown
 from ...kernels import MOST_K, MOST_PHYSICAL_EXPERTS, PAYLOADS, uploaded
 from ...planner import SPLITS
 from ..environment import requested_poison
+from .node_ranks import NodeRanks, numbered
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -45,6 +46,9 @@ class DispatchConfig:
     """
 
     ranks: int
+    nodes: Sequence[Hashable] | None = None
+    """The node of each rank, numbered from 0 in order of their first ranks; None: all share one. It decides the order
+    of sums."""
     _: KW_ONLY
     num_experts: int
     top_k: int
@@ -63,6 +67,7 @@ class DispatchConfig:
     splits: str | None = field(default=None, compare=False)
     zero_rows: bool | None = None
     num_sms: int | None = field(default=None, compare=False)
+    two_level: bool | None = None
 
     rows: int = field(init=False)
     """Rows of each rank's buffer, a multiple of `align`."""
@@ -98,8 +103,11 @@ class DispatchConfig:
                 raise ArgumentError(f"{name}: {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
         if self.dtype not in PAYLOADS:
             raise ArgumentError(f"dtype: {self.dtype}; allowed: torch.float32, torch.bfloat16, torch.float16")
-        if not (self.zero_rows is None or isinstance(self.zero_rows, bool)):
-            raise ArgumentError(f"zero_rows: {self.zero_rows!r}; allowed: True, False, None")
+        for name in ("zero_rows", "two_level"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, bool)):
+                raise ArgumentError(f"{name}: {value!r}; allowed: True, False, None")
+        self._set_nodes()
         bounds, physical_expert_of, expert_of = _place_experts(self.ranks, self.num_experts, self.expert_map)
         self._set(bounds=bounds, physical_expert_of=physical_expert_of, expert_of=expert_of)
         if self.expert_map is not None:
@@ -122,6 +130,15 @@ class DispatchConfig:
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def _set_nodes(self) -> None:
+        if self.nodes is None:
+            return
+        if not isinstance(self.nodes, Sequence) or not all(isinstance(node, Hashable) for node in self.nodes):
+            raise ArgumentError(f"nodes: {shown(self.nodes)}; allowed: the node of each rank, such as [0, 0, 1, 1]")
+        if len(self.nodes) != self.ranks:
+            raise ArgumentError(f"nodes: of {len(self.nodes)} ranks; allowed: one for each of {self.ranks}")
+        self._set(nodes=numbered(self.nodes))
 
     def _set_rows(self) -> None:
         """Set `rows`, `expert_capacity` and `zero_rows`."""
@@ -160,6 +177,8 @@ class DispatchConfig:
             self._set(chunk_capacity=min(rows, self.most_pairs), splits="fixed")
         elif self.splits == "fixed":
             self._set(chunk_capacity=self.most_pairs)
+        if self.two_level and self.chunk_capacity is not None:
+            raise ArgumentError("two_level: True with chunks of fixed size; allowed: False, None, or splits='host'")
 
     @property
     def batched(self) -> bool:
@@ -174,6 +193,11 @@ class DispatchConfig:
     def most_padding(self) -> int:
         """The maximum number of padding rows of a group."""
         return (self.expert_capacity or 0) if self.batched else self.align - 1
+
+    @cached_property
+    def node_ranks(self) -> NodeRanks | None:
+        """The ranks of each node; None if all share one."""
+        return None if self.nodes is None else NodeRanks(cast("Sequence[int]", self.nodes))
 
     @property
     def chunk_rows(self) -> int | None:
@@ -202,6 +226,10 @@ class DispatchConfig:
         """Return the fingerprint of a group's dispatcher of this number: 56 bits, the last 8 zero; equal for equal
         configs and numbers."""
         return (self._digest + number) % (1 << 48) << 8
+
+    def number_of(self, fingerprint: int) -> int:
+        """Return the number of the dispatcher with this config and `fingerprint`, modulo 2**48."""
+        return ((fingerprint >> 8) - self._digest) % (1 << 48)
 
 
 def fill_value(zero_rows: bool | None) -> float | None:
@@ -298,6 +326,7 @@ if TYPE_CHECKING:
         splits: str | None
         zero_rows: bool | None
         num_sms: int | None
+        two_level: bool | None
 
 
 def takes_settings(*without: str) -> Callable[[Function], Function]:

@@ -36,6 +36,24 @@ class Chunks(NamedTuple):
     the padding rows and zeros. Chunks of fixed size: [W * chunk_capacity], -1 for none."""
 
 
+class Forwards(NamedTuple):
+    """The tokens of one dispatch that cross between nodes: those that this rank sends to a rank of each other node that
+    has experts of them, and those that it forwards to the ranks of its own node. Pairs are those that have a row."""
+
+    sends: torch.Tensor
+    """int64 [W], on the host: tokens to each rank that forwards them; together n."""
+    receives: torch.Tensor
+    """int64 [W], on the host: tokens from each rank that this one forwards them for; together F."""
+    token: torch.Tensor
+    """int64 [n]: the tokens sent, by node, ascending. Further elements are ignored, as in the tensors with F rows."""
+    key: torch.Tensor
+    """int32 [F, K]: `TokenRows.key` of the forwarded tokens on the ranks of this node, by source."""
+    row: torch.Tensor
+    """int32 [F, K]: likewise `TokenRows.row`."""
+    weights: torch.Tensor
+    """float32 [F, K], of the forwarded tokens."""
+
+
 class DispatchRecord(NamedTuple):
     """Everything a rank knows about one dispatch, except the rows themselves. Combine and backward take it whole."""
 
@@ -43,29 +61,44 @@ class DispatchRecord(NamedTuple):
     """float32 [rows], of the received rows."""
     groups: Groups
     rows: TokenRows
-    """With `chunks`, the rows in this rank's chunks, else those in the destinations' buffers."""
+    """With `chunks`, the rows in this rank's chunks, else those in the destinations' buffers. With `forwards` only
+    those on this node, whose ranks are the destinations."""
     matrix: torch.Tensor
     """int32 [W, S + 1]: pairs of each physical expert by source rank; the last column counts bad ids."""
     chunks: Chunks | None = None
     """Two-sided transports only."""
+    forwards: Forwards | None = None
+    """On two levels only."""
+    forwarded_pairs: Pairs | None = None
+    """The sorted pairs of the forwarded tokens, as `TokenRows.pairs`."""
+
+    @property
+    def pairs(self) -> tuple[Pairs | None, Pairs | None]:
+        """All sorted pairs, which `tensors` leaves out."""
+        return self.rows.pairs, self.forwarded_pairs
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors, `weights` first, for interfaces that take tensors only: autograd's and operators'."""
-        return [self.weights, *self.groups, self.rows.key, self.rows.row, self.matrix, *(self.chunks or ())]
+        travel = self.chunks or self.forwards or ()
+        return [self.weights, *self.groups, self.rows.key, self.rows.row, self.matrix, *travel]
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], pairs: Pairs | None = None) -> DispatchRecord:
-        """Return the record of `tensors()`."""
+    def of(cls, tensors: Sequence[torch.Tensor], pairs: Sequence[Pairs | None] = (None, None)) -> DispatchRecord:
+        """Return the record of `tensors()` and `pairs`."""
         weights, *rest = tensors
         n = len(Groups._fields)
-        groups, (key, row, matrix, *chunks) = rest[:n], rest[n:]
-        return cls(weights, Groups(*groups), TokenRows(key, row, pairs), matrix, Chunks(*chunks) if chunks else None)
+        groups, (key, row, matrix, *travel) = rest[:n], rest[n:]
+        chunks = Chunks(*travel) if len(travel) == len(Chunks._fields) else None
+        forwards = Forwards(*travel) if len(travel) == len(Forwards._fields) else None
+        rows = TokenRows(key, row, pairs[0])
+        return cls(weights, Groups(*groups), rows, matrix, chunks, forwards, pairs[1])
 
 
 def empty_record(
-    config: DispatchConfig, me: int, tokens: int, weights: torch.Tensor, in_chunks: bool
+    config: DispatchConfig, me: int, tokens: int, weights: torch.Tensor, in_chunks: bool, two_level: bool = False
 ) -> DispatchRecord:
-    """Return a record of uninitialised memory, for operators to write into.
+    """Return a record of uninitialised memory, for operators to write into: of the largest size, where the size is not
+    known before.
 
     Args:
         me: this rank, 0 to W - 1.
@@ -97,4 +130,17 @@ def empty_record(
             padding=empty(1, dtype=torch.int64, device=host),
             places=empty(places, dtype=torch.int64),
         )
-    return DispatchRecord(weights, groups, rows, matrix, chunks)
+    if not two_level or config.node_ranks is None:
+        return DispatchRecord(weights, groups, rows, matrix, chunks)
+    nodes, k = config.node_ranks, config.top_k
+    most = len(nodes.sources(me)) * config.max_tokens
+    host = torch.device("cpu")
+    forwards = Forwards(
+        sends=empty(config.ranks, dtype=torch.int64, device=host),
+        receives=empty(config.ranks, dtype=torch.int64, device=host),
+        token=empty(tokens * min(k, len(nodes.members) - 1), dtype=torch.int64),
+        key=empty(most, k),
+        row=empty(most, k),
+        weights=empty(most, k, dtype=torch.float32),
+    )
+    return DispatchRecord(weights, groups, rows, matrix, None, forwards)

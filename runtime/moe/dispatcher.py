@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from .. import flight_recorder
-from ..executor.call import refuse
+from ..executor.call import binding, refuse
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end
 from ..statistics import stats
@@ -28,7 +30,8 @@ from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
 from .routed import RoutedTokens
 from .transfer.base import OPERATIONS, Steps, TokenTransfer
-from .transfer.fixed import sendrecv_transfer, with_splits
+from .transfer.fixed import with_splits
+from .transfer.levels import two_sided_transfer, with_levels
 from .transfer.push import PushTransfer
 from .transfer.window import WindowTransfer
 from .validate import check_combine, check_dispatch
@@ -49,7 +52,9 @@ class TokenDispatcher(TokenEngine):
     device-to-host sync, except for `splits="host"`; CPU tensors are read on the host.
 
     y = combine(expert(dispatch(x))) is, for each token, the float32 sum over ranks ascending of the sums of its pairs
-    there, each in order of k and rounded to the dtype. Ids may repeat within a token; each is a pair of its own.
+    there, each in order of k and rounded to the dtype. With ranks on several nodes it is the sum over nodes, in order
+    of their first ranks, of such sums over a node's ranks, each rounded to the dtype. Ids may repeat within a token;
+    each is a pair of its own.
 
     Args:
         group_or_mesh: a process group, a 1-D DeviceMesh, or None for the default group. All of its ranks construct
@@ -98,9 +103,13 @@ class TokenDispatcher(TokenEngine):
             all of them, and 0 * NaN is NaN. False: they are not initialised, which suffices for grouped GEMMs.
             Default: True with a `capacity` of at most 1.5 * max_tokens * top_k rows, where it costs little beside
             dispatch and combine; independent of the number of ranks. Batched buffers have no such rows.
+        two_level: if the ranks are on several nodes. True: a token crosses the network once for each node that has
+            experts of it, to a rank that forwards it in shared memory, and returns as one sum. False: once for each of
+            its pairs there. Results are equal to the bit. For CPUs with transport="hierarchical", or with one rank on
+            each node, and chunks of exact size. Default: the cheaper by the topology's prices, which `explain` states.
         num_sms: on GPUs, the maximum SMs that the kernels which push rows and which combine them take, so that the
             experts' GEMMs of another stream keep the others while rows travel. Few make dispatch and combine slower.
-            Need not be equal on all ranks. Default: no limit.
+            Need not be equal on all ranks. Default: `SHARDWEAVE_NUM_SMS`, or no limit.
         device: default: the CPU.
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise
@@ -143,6 +152,7 @@ class TokenDispatcher(TokenEngine):
         rank = dist.get_rank()
         if rank not in ranks:
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: a group with this rank, {rank}")
+        self._group = group
         config = DispatchConfig(len(ranks), **settings)
         device = device_of(device)
         self._transport: AnyTransport | InProcessTransport = InProcessTransport()
@@ -151,14 +161,18 @@ class TokenDispatcher(TokenEngine):
             obstacle = why_not_backend(device, transport)
             if obstacle is not None:
                 raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
-            with on_device(device):  # whose pinned memory and streams a new transport has
+            with on_device(device), binding():  # whose pinned memory and streams a new transport has
                 chosen, _ = current_transports().choose(ranks, device, transport)
-            self._transport, name = chosen, chosen.name
-            if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
-                chosen.use_groups([group])  # not the default group, whose ranks would all connect
-            number = current_transports().number_dispatcher(ranks)
-            if device.type == "cuda" and not chosen.one_sided and config.splits is None:
-                config, why = with_splits(config, current_transports().nodes_of(ranks))
+                number = current_transports().number_dispatcher(ranks)
+                self._transport, name = chosen, chosen.name
+                if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
+                    config = replace(config, nodes=current_transports().nodes_of(ranks))
+                if device.type == "cuda" and not chosen.one_sided and config.splits is None:
+                    config, why = with_splits(config, current_transports().nodes_of(ranks))
+                if not chosen.one_sided:
+                    topology = partial(current_transports().find_topology, tuple(sorted(ranks)), device)
+                    config, levels = with_levels(config, device, name, topology)
+                    why = "\n  ".join(filter(None, (why, levels)))
         self._ranks, self._participants = ranks, tuple(sorted(ranks))
         description = (
             f"token dispatcher {number} of these ranks: {config.num_experts} experts, top "
@@ -167,7 +181,7 @@ class TokenDispatcher(TokenEngine):
         self._descriptions = {operation: f"{text} of {description}" for operation, text in OPERATIONS.items()}
         text = f"token dispatch, {config.num_experts} experts, hidden {config.hidden}"
         self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
-        kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else sendrecv_transfer(config)
+        kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else two_sided_transfer(config)
         if self._transport.one_sided and self._transport.windows is not None:
             kind = WindowTransfer
         self._order = order_on(device)
@@ -176,7 +190,12 @@ class TokenDispatcher(TokenEngine):
             if isinstance(self._transport, InProcessTransport):
                 transfer = kind(*arguments)
             else:
-                with self._transport.rendezvous.making_ready(self._participants, lambda: f"making {description}"):
+                with (
+                    binding(),
+                    self._transport.rendezvous.making_ready(self._participants, lambda: f"making {description}"),
+                ):
+                    if isinstance(self._transport, ProcessGroupTransport | HierarchicalTransport):
+                        self._transport.use_groups([group])  # not the default group, whose ranks would all connect
                     transfer = kind(*arguments)
             super().__init__(config, [transfer], name, why)
             _logger.debug("made %s: %s, %s", description, name, transfer.algorithm)
@@ -185,17 +204,15 @@ class TokenDispatcher(TokenEngine):
 
     def run(self, operation: int, runs: Sequence[Steps[Any]]) -> list[Any]:
         transport, (run,) = self._transport, runs
-        if self._order is not None:
-            self._order.join(self)
         if isinstance(transport, InProcessTransport):
+            if self._order is not None:
+                self._order.join(self)
             return [run_all({self._ranks[0]: run})[self._ranks[0]]]
-        while transport.pending is not None:
-            transport.pending.finish()
-        if (error := transport.error) is not None:
-            raise error
-        self._calls[transport.name] += 1
-        self._kind.calls += 1
         with ExclusiveCall(transport, self._kind):
+            if self._order is not None:
+                self._order.join(self)
+            self._calls[transport.name] += 1
+            self._kind.calls += 1
             fingerprint = self.transfers[0].fingerprint + operation
             transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[operation])
             if flight_recorder.current is not None:

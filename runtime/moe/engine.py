@@ -67,6 +67,15 @@ class TokenEngine:
         with on_device(self.transfers[0].device):
             self._overflow.check(0)
 
+    def use_config(self, config: DispatchConfig) -> None:
+        """Use another config from now on, which differs in the experts of physical experts only. Dispatches so far keep
+        theirs."""
+        with torch.inference_mode(False), on_device(self.transfers[0].device):
+            for transfer in self.transfers:
+                transfer.use_config(config)
+            config.experts_on(self.transfers[0].device)
+        self.config = config
+
     def explain(self) -> str:
         """Return the settings, and the memory and the bytes on the wire of each rank, as text."""
         text = explain(self.config, alternatives(self.transfers[0]), self.name)

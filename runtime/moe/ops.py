@@ -23,7 +23,8 @@ def dispatch(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[Received]:
     """`engine._run_dispatch` as an operator."""
     received = []
     for transfer, item, (rows, weights) in zip(engine.transfers, tokens, engine._new_received(tokens), strict=True):
-        record = empty_record(engine.config, transfer.me, item.x.shape[0], weights, transfer.in_chunks)
+        kind = transfer.in_chunks, transfer.two_level
+        record = empty_record(engine.config, transfer.me, item.x.shape[0], weights, *kind)
         received.append((rows, record))
     outs = [tensor for rows, record in received for tensor in (rows, *record.tensors())]
     _dispatch_op(engine.state, outs, engine.handle, *map(list, zip(*tokens, strict=True)))
@@ -118,7 +119,7 @@ def _dispatch_into(engine: TokenEngine, outs: Tensors, xs: Tensors, ids: Tensors
     received = engine._run_dispatch(tokens, [(rows, row_weights) for rows, row_weights, *_ in of_rank])
     for (_, _, *routing), (_, record) in zip(of_rank, received, strict=True):
         for out, tensor in zip(routing, record.tensors()[1:], strict=True):
-            out.copy_(tensor)
+            out[: len(tensor)].copy_(tensor)  # records on two levels have room for more
 
 
 def _combine_into(

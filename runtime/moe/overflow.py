@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import torch
@@ -24,6 +25,7 @@ class Overflow:
         self._config, self._device, self._call, self._limits = config, device, call, limits
         self._waiting: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._calls = 0
+        self._lock = threading.Lock()
 
     def add(self, overflow: torch.Tensor) -> None:
         """Note the `Groups.overflow` of a dispatch; nothing with overflow="drop" or in a CUDA graph capture."""
@@ -37,8 +39,9 @@ class Overflow:
             event.record()
         else:
             overflow = overflow.clone()  # the caller of an operator owns its outputs
-        self._waiting.append((self._calls, overflow, event))
-        self._calls += 1
+        with self._lock:
+            self._waiting.append((self._calls, overflow, event))
+            self._calls += 1
 
     def check(self, later: int) -> None:
         """Raise for dispatches at least `later` calls ago; waits for them.
@@ -48,8 +51,11 @@ class Overflow:
         """
         if capturing(self._device):
             return
-        while self._waiting and self._waiting[0][0] + later <= self._calls:
-            call, overflow, event = self._waiting.popleft()
+        while True:
+            with self._lock:
+                if not self._waiting or self._waiting[0][0] + later > self._calls:
+                    return
+                call, overflow, event = self._waiting.popleft()
             if event is not None:
                 event.synchronize()
             dropped, bad = overflow.tolist()

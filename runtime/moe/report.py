@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from .config import DispatchConfig
-from .transfer.base import TokenTransfer
+from .transfer.base import TokenTransfer, pair_words
 
 Algorithm = TokenTransfer | type[TokenTransfer]
 """How rows travel: a transfer, or its class."""
@@ -34,12 +35,13 @@ def explain(config: DispatchConfig, algorithms: Sequence[Algorithm], transport: 
         once, of_each = algorithm.layers_nbytes(config, capacity)
         # What pooled buffers save is part of the first number.
         most = f", n from {config.pooled_buffers} on" if algorithm.in_windows and config.pooled_buffers > 1 else ""
+        place = "between nodes" if algorithm.two_level else "on the wire"
         lines += [
             f"  {algorithm.algorithm}" + ("" if capacity is None else f" (chunk_capacity={capacity})"),
             "    memory of a rank, maximum bytes:",
             *[f"      {nbytes:>16,}  {purpose}" for purpose, nbytes in memory.items()],
             f"    a model with n of these layers, in training: {once:,} + n * {of_each:,}{most}",
-            f"    on the wire, bytes for the {config.max_tokens} tokens of one rank: with even routing, and at most:",
+            f"    {place}, bytes for the {config.max_tokens} tokens of one rank: with even routing, and at most:",
             *[f"      {even:>16,} {most:>16,}  {operation}" for operation, (even, most) in wire.items()],
         ]
     return "\n".join(lines)
@@ -92,8 +94,11 @@ def on_wire(
     """Return the bytes sent between ranks for the max_tokens tokens of one rank by operation: with even routing, and at
     most.
 
-    Counts rows, weights and counts, but not the few bytes of barriers. Chunks of `chunk_capacity` rows travel whole.
+    Counts rows, weights and counts, but not the few bytes of barriers. Chunks of `chunk_capacity` rows travel whole. On
+    two levels only bytes between nodes count.
     """
+    if algorithm.two_level:
+        return _between_nodes(config)
     row, others = config.hidden * config.dtype.itemsize, config.ranks - 1
     # For each physical expert this rank's count, and its bad ids.
     counts = others * (config.bounds[-1] + 1 + algorithm.extra_words) * 4
@@ -107,6 +112,25 @@ def on_wire(
     }
     even, most = _pairs_sent(config) if chunk_capacity is None else ((config.ranks - 1) * chunk_capacity,) * 2
     return {operation: (even * each + once, most * each + once) for operation, (each, once) in per_pair.items()}
+
+
+def _between_nodes(config: DispatchConfig) -> dict[str, tuple[int, int]]:
+    """Return `on_wire` of two levels."""
+    ranks, k = config.node_ranks, config.top_k
+    assert ranks is not None
+    shares = [len(members) / config.ranks for members in ranks.members]
+    reached = [1 - (1 - share) ** k for share in shares]  # of the tokens, those with an expert on each node
+    even = math.ceil(config.max_tokens * (sum(reached) - min(reached)))
+    most = config.max_tokens * min(k, len(shares) - 1)
+    row = config.hidden * config.dtype.itemsize
+    again = row if config.save == "redispatch" else 0
+    per_token = {
+        "dispatch": (row + pair_words(k) * 4, (len(shares) - 1) * (config.bounds[-1] + 2) * 4),
+        "combine": (row, 0),
+        "backward of combine": (row + 4 * k + again, 0),
+        "backward of dispatch": (row + 4 * k, 0),
+    }
+    return {operation: (even * each + once, most * each + once) for operation, (each, once) in per_token.items()}
 
 
 def _pairs_sent(config: DispatchConfig) -> tuple[int, int]:

@@ -26,12 +26,14 @@ class TokenLoad:
         per_expert: int64 [E], pairs of each expert, over all of its replicas.
         per_rank: int64 [W], pairs of each rank.
         imbalance: float32 [], the maximum of per_rank divided by its mean; 1 without tokens.
+        per_source: int64 [W, E], pairs of each expert by the rank of their tokens, for `balance_experts`.
     """
 
     per_physical_expert: torch.Tensor
     per_expert: torch.Tensor
     per_rank: torch.Tensor
     imbalance: torch.Tensor
+    per_source: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,13 @@ class RoutedTokens:
           gone, and while peers read it: in training with weighted=True until backward. If all are in use it is ordinary
           memory, which `combine` copies; `shardweave.stats().copies` counts both. With "shared_memory" it is always
           memory that peers read. Other transports send copies of rows anyway.
+        - With `pooled_buffers=1`, the default, `x` itself has the only buffer, so there is none for the output: set 2.
+          The window that rows are copied to otherwise cannot be lent: until `combine` waits for its peers, they may
+          still read in it what the last one offered.
+        - In the capture of a CUDA graph it is such a buffer only if the dispatch was captured, too: replays write the
+          same memory each time, and it is the dispatch that waits until peers have read it. A graph of experts and
+          `combine` alone copies, from buffers that were lent before the capture as well. Replay the graph that has the
+          dispatch before each replay of another one with its experts.
         - Under `torch.compile` it is memory of the graph.
 
         Raises:
@@ -101,7 +110,7 @@ class RoutedTokens:
         handle, me = self._source
         transfer = next(t for t in engine_of(handle).transfers if t.me == me)
         with on_device(transfer.device):
-            rows = transfer.output_rows()[: self.x.shape[:-1].numel()].view(self.x.shape)
+            rows = transfer.output_rows(self.x)[: self.x.shape[:-1].numel()].view(self.x.shape)
         return rows.detach()  # not a view: functions may write it in place
 
     @property
@@ -136,17 +145,18 @@ class RoutedTokens:
 
     def load(self) -> TokenLoad:
         """Return the distribution of this dispatch's pairs. Neither communicates nor synchronises."""
-        per_physical_expert = self._record.matrix[:, :-1].sum(0)
-        per_expert, experts = per_physical_expert, self._config.experts_on(per_physical_expert.device)
+        per_source = self._record.matrix[:, :-1].long()
+        per_physical_expert, experts = per_source.sum(0), self._config.experts_on(per_source.device)
         if experts is not None:
-            per_expert = per_physical_expert.new_zeros(self._config.num_experts).index_add_(
-                0, experts, per_physical_expert
-            )
+            shape = self._config.ranks, self._config.num_experts
+            per_source = per_source.new_zeros(shape).index_add_(1, experts, per_source)
+        per_expert = per_source.sum(0)
         running = torch.nn.functional.pad(per_physical_expert.cumsum(0), (1, 0))
         bounds = self._config.bounds
         per_rank = torch.stack([running[b] - running[a] for a, b in zip(bounds, bounds[1:], strict=False)])
         mean = per_rank.sum() / self._config.ranks
-        return TokenLoad(per_physical_expert, per_expert, per_rank, torch.where(mean > 0, per_rank.amax() / mean, 1.0))
+        imbalance = torch.where(mean > 0, per_rank.amax() / mean, 1.0)
+        return TokenLoad(per_physical_expert, per_expert, per_rank, imbalance, per_source)
 
 
 def _flatten(routed: RoutedTokens) -> tuple[list[Any], Any]:

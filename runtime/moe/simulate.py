@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, shown
 from ...kernels import on_device
 from ..transports.in_process import InProcessTransport, run_all
 from .autograd import combine_tokens, dispatch_tokens
@@ -15,8 +15,8 @@ from .config import DispatchConfig, takes_settings
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
 from .routed import RoutedTokens
-from .transfer.base import Steps
-from .transfer.fixed import sendrecv_transfer
+from .transfer.base import Steps, TokenTransfer
+from .transfer.levels import two_sided_transfer
 from .transfer.push import PushTransfer
 from .validate import check_combine, check_dispatch
 
@@ -35,8 +35,10 @@ class VirtualTokenDispatcher(TokenEngine):
     Args:
         size: W, the number of ranks, at least 1.
         num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout, expert_map,
-            save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, device: as for TokenDispatcher.
+            save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, two_level, device: as for TokenDispatcher.
         one_sided: True: ranks write into each other's buffers; False: they send and receive, as over a network.
+        nodes: with one_sided=False, the node of each rank, which decides the order of sums. With two_level=True ranks
+            of a node write into each other's buffers.
 
     Raises:
         ArgumentError: a number or name that is not allowed.
@@ -49,13 +51,16 @@ class VirtualTokenDispatcher(TokenEngine):
         *,
         device: torch.device | str = "cpu",
         one_sided: bool = True,
+        nodes: Sequence[int] | None = None,
         **settings: Unpack[DispatchSettings],
     ) -> None:
         if not isinstance(size, int) or size < 1:
             raise ArgumentError(f"size: {size!r}; allowed: a number of ranks, at least 1")
-        config = DispatchConfig(size, **settings)
+        if nodes is not None and one_sided:
+            raise ArgumentError(f"nodes: {shown(nodes)} with one_sided=True; allowed: None, for one node")
+        config = DispatchConfig(size, nodes, **settings)
         transport, ranks, device = InProcessTransport(one_sided), tuple(range(size)), device_of(device)
-        kind = PushTransfer if one_sided else sendrecv_transfer(config)
+        kind: type[TokenTransfer] = PushTransfer if one_sided else two_sided_transfer(config)
         with on_device(device):
             transfers = [kind(config, transport, ranks, r, device, config.fingerprint(0)) for r in ranks]
             super().__init__(config, transfers, "in process")

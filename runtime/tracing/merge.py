@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
-from itertools import pairwise
+from itertools import pairwise, product
 
 from ...errors import ArgumentError
 from .trace_file import Cost, Entry, Trace
@@ -14,9 +14,12 @@ from .trace_file import Cost, Entry, Trace
 def merge_traces(traces: Sequence[Trace]) -> Trace:
     """Merge the traces of several ranks into one. Calls and bytes of a redistribution are the maximum over the ranks.
 
+    Ranks that made a call together by shardweave are of one run, whatever their clocks say. Where traces have no such
+    call in common, the clocks of their machines are compared.
+
     Raises:
-        ArgumentError: no traces, or traces of several runs: of different world sizes, of the same rank twice, or of
-            processes that were not alive at the same time.
+        ArgumentError: no traces, or traces of several runs: of different world sizes, of the same rank twice, or
+            without a call in common and of processes that were not alive at the same time.
     """
     _check_one_run(traces)
     redistributions: dict[Entry, Cost] = {}
@@ -31,7 +34,9 @@ def merge_traces(traces: Sequence[Trace]) -> Trace:
             left_out[why] = max(calls, left_out.get(why, 0))
     ranks = tuple(sorted({rank for trace in traces for rank in trace.ranks}))
     alive = max(trace.alive[0] for trace in traces), min(trace.alive[1] for trace in traces)
-    return Trace(traces[0].torch, traces[0].world_size, ranks, redistributions, left_out, alive, _ended(traces))
+    sessions = tuple(sorted({name for trace in traces for name in trace.sessions}))
+    ended = _ended(traces)
+    return Trace(traces[0].torch, traces[0].world_size, ranks, redistributions, left_out, alive, ended, sessions)
 
 
 def _ended(traces: Sequence[Trace]) -> str | None:
@@ -44,8 +49,8 @@ def _ended(traces: Sequence[Trace]) -> str | None:
 
 
 def _check_one_run(traces: Sequence[Trace]) -> None:
-    """Check that the traces are of one run. The ranks of a run communicate, so all of their processes were alive at one
-    time; this check needs no identifier from the launcher."""
+    """Check that the traces are of one run, by what the ranks agreed on when they communicated. Ranks that did not are
+    of one run if all of their processes were alive at one time."""
     allowed = "allowed: one or more traces, of different ranks of one run"
     sizes: dict[int, list[int]] = {}
     for trace in traces:
@@ -56,13 +61,38 @@ def _check_one_run(traces: Sequence[Trace]) -> None:
     twice = [rank for rank, times in Counter(rank for trace in traces for rank in trace.ranks).items() if times > 1]
     if twice:
         raise ArgumentError(f"traces: {ranks_text(twice)} more than once; {allowed}")
-    latest, earliest = max(traces, key=lambda one: one.alive[0]), min(traces, key=lambda one: one.alive[1])
-    if latest.alive[0] > earliest.alive[1]:
-        ended, began = (datetime.fromtimestamp(t) for t in (earliest.alive[1], latest.alive[0]))
-        raise ArgumentError(
-            f"traces: that of {ranks_text(earliest.ranks)} was written at {ended:%Y-%m-%d %H:%M:%S}, and the process "
-            f"of {ranks_text(latest.ranks)} began later, at {began:%Y-%m-%d %H:%M:%S}; {allowed}"
-        )
+    groups = list(enumerate(_that_met(traces)))
+    # Of two groups each: a process of one group that began last, and the first trace of another that was written.
+    latest = sorted(
+        ((max(group, key=lambda one: one.alive[0]), i) for i, group in groups), key=lambda x: -x[0].alive[0]
+    )
+    earliest = sorted(
+        ((min(group, key=lambda one: one.alive[1]), i) for i, group in groups), key=lambda x: x[0].alive[1]
+    )
+    for (late, i), (early, j) in product(latest[:2], earliest[:2]):
+        if i != j and late.alive[0] > early.alive[1]:
+            ended, began = (datetime.fromtimestamp(t) for t in (early.alive[1], late.alive[0]))
+            raise ArgumentError(
+                f"traces: that of {ranks_text(early.ranks)} was written at {ended:%Y-%m-%d %H:%M:%S}, and the process "
+                f"of {ranks_text(late.ranks)} began later, at {began:%Y-%m-%d %H:%M:%S}, by the clocks of their "
+                f"machines, since they have no call by shardweave in common; {allowed}"
+            )
+
+
+def _that_met(traces: Sequence[Trace]) -> list[list[Trace]]:
+    """The traces in groups whose ranks made calls together, directly or by way of others."""
+    groups: list[tuple[set[str], list[Trace]]] = []
+    for trace in traces:
+        names, together = set(trace.sessions), [trace]
+        apart = []
+        for group in groups:
+            if names.isdisjoint(group[0]):
+                apart.append(group)
+            else:
+                names |= group[0]
+                together = [*group[1], *together]
+        groups = [*apart, (names, together)]
+    return [together for _, together in groups]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

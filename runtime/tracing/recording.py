@@ -23,6 +23,7 @@ from ...planner import Mesh, plan, position_of
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..dtensor.observer import observe
 from ..dtensor.partials import transformed_request
+from ..transports.select import sessions
 from .trace_file import MOST_ENTRIES, Cost, Entry, Trace, remove_larger, remove_own
 
 _ROOT = Path(inspect.getfile(ShardweaveError)).parent
@@ -60,6 +61,7 @@ class Recording:
         self._meshes: dict[DeviceMesh, Mesh] = {}
         self._torchrun = _torchrun_rank()
         (self._rank, self._size), self._ranks_communicate = self._torchrun or (0, 1), True
+        self._sessions: set[str] = set()
         self._read_group()
         self.left_out: Counter[str] = Counter()
         self.written: Path | None = None
@@ -88,7 +90,8 @@ class Recording:
         calls[key] += 1
 
     def _read_group(self) -> None:
-        """Read rank and world size, because the group may be destroyed before the trace is made."""
+        """Read rank, world size and sessions, because the group may be destroyed before the trace is made."""
+        self._sessions |= sessions()
         if dist.is_initialized():
             self._rank, self._size = dist.get_rank(), dist.get_world_size()
             self._ranks_communicate = dist.get_backend() != "fake"
@@ -122,7 +125,8 @@ class Recording:
             except ShardweaveError as error:
                 left_out[str(error)] += calls
         alive = (_process_start(), round(time.time(), 2)) if self._ranks_communicate else (0.0, 0.0)
-        return Trace(torch.__version__, self._size, (self._rank,), redistributions, dict(left_out), alive)
+        names = tuple(sorted(self._sessions))
+        return Trace(torch.__version__, self._size, (self._rank,), redistributions, dict(left_out), alive, None, names)
 
 
 def _entry(key: _Key, meshes: Mapping[DeviceMesh, Mesh]) -> Entry:

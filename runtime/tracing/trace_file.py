@@ -21,6 +21,7 @@ MOST_ENTRIES = 4096
 MOST_BYTES = 4 << 20
 """The most bytes of a trace file; the redistributions that move least bytes are left out."""
 _MOST_REASONS = 64  # in `left_out`
+_MOST_SESSIONS = 256
 _LONGEST_REASON = 200
 _INT64_END = 1 << 63
 _HEAD = '{"shardweave_trace"'
@@ -109,6 +110,7 @@ class Trace:
         alive: the start of the rank's process and the time of writing, in seconds since the epoch; zeros in a fake
             process group, whose ranks may be recorded one after the other.
         ended: type and text of the exception that ended the recorded block; None: it finished.
+        sessions: names that ranks agree on when they first make a call together by shardweave, which no other run has.
     """
 
     torch: str
@@ -118,6 +120,7 @@ class Trace:
     left_out: Mapping[str, int] = field(default_factory=dict)
     alive: tuple[float, float] = (0.0, 0.0)
     ended: str | None = None
+    sessions: tuple[str, ...] = ()
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -167,7 +170,8 @@ class Trace:
             "alive": self.alive,
             "left_out": left_out,
         }
-        return json.dumps(head if self.ended is None else {**head, "ended": self.ended})
+        optional = {"ended": self.ended, "sessions": self.sessions[:_MOST_SESSIONS]}
+        return json.dumps(head | {name: value for name, value in optional.items() if value})
 
     def write(self, path: Path) -> Path:
         """Write to `path`; in a program of several ranks to this rank's file, with `.rank<n>` before the suffix.
@@ -218,7 +222,11 @@ class Trace:
             ended = data.get("ended")
             if not isinstance(ended, str | None):
                 raise TypeError(f"ended: {ended!r}")
-            return cls(str(data["torch"]), world_size, ranks, redistributions, left_out, (began, written), ended)
+            sessions = data.get("sessions", [])
+            if not isinstance(sessions, list) or not all(isinstance(name, str) for name in sessions):
+                raise TypeError(f"sessions: {sessions!r}")
+            alive = began, written
+            return cls(str(data["torch"]), world_size, ranks, redistributions, left_out, alive, ended, tuple(sessions))
         except (KeyError, TypeError, ValueError, AttributeError, ShardweaveError) as error:
             raise ArgumentError(f"{name}: not a valid trace: {type(error).__name__}: {error}") from None
 

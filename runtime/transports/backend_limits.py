@@ -17,17 +17,26 @@ class Rates(NamedTuple):
     local: float = 1.0
 
 
+class PooledOutputs(NamedTuple):
+    """Buffers for outputs that the ranks of a group write directly: bytes of each, and how many are lent at a time."""
+
+    nbytes: int
+    number: int
+
+
 @dataclass
 class WindowPolicy:
-    """Whether ranks that share windows write into those of their peers or read from them.
+    """Whether ranks that share windows write into those of their peers, into their outputs, or read from them.
 
     Attributes:
         direction: "auto" takes the faster one by the rates of the group. Equal on all ranks when programs are bound.
         rates: measured rates, by the ascending ranks of a group. Equal on all ranks of the group.
+        outputs: pooled outputs, by the ascending ranks of a group. Equal on all ranks of the group.
     """
 
     direction: Direction = "auto"
     rates: dict[tuple[int, ...], Rates] = field(default_factory=dict)
+    outputs: dict[tuple[int, ...], PooledOutputs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

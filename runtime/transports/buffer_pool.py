@@ -77,6 +77,7 @@ class BufferPool:
         self._free, self._of_graphs = deque(reversed(range(number))), deque[int]()
         self._streams: list[Any] = [None] * number
         self._lent: set[int] = set()
+        self._captured: set[int] = set()  # taken in captures, of which some are free by now
 
     def take(self, lend: bool = False) -> torch.Tensor | None:
         """Return a piece of this rank, uint8, in use until the last tensor on it is gone; None if all are in use.
@@ -86,8 +87,7 @@ class BufferPool:
         On a GPU it belongs to the current stream, as torch's own memory does. A piece taken in the capture of a CUDA
         graph, whose replays write it, is reused only in captures.
         """
-        with on_device(self._device):
-            captures = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        captures = capturing(self._device)
         number = self._taken(captures)
         if number is None:
             return None
@@ -98,6 +98,7 @@ class BufferPool:
                 stream.wait_stream(last)
             self._streams[number] = stream
         (self._lent.add if lend else self._lent.discard)(number)
+        (self._captured.add if captures else self._captured.discard)(number)
         return _Buffer(self._own[number], self._of_graphs if captures else self._free, number).tensor()
 
     def follow(self, tensor: torch.Tensor) -> None:
@@ -106,9 +107,8 @@ class BufferPool:
         number = self.number(tensor)
         if number is None or self._device.type != "cuda":
             return
-        with on_device(self._device):
-            if not torch.cuda.is_current_stream_capturing():  # a capture enqueues nothing
-                self._streams[number] = torch.cuda.current_stream(self._device)
+        if not capturing(self._device):  # a capture enqueues nothing
+            self._streams[number] = torch.cuda.current_stream(self._device)
 
     def _taken(self, captures: bool) -> int | None:
         for free in (self._of_graphs, self._free) if captures else (self._free,):
@@ -121,6 +121,24 @@ class BufferPool:
         return self._addresses.get(tensor.data_ptr())
 
     def lent(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of the piece that a tensor starts at if it was taken with `lend`, else None."""
+        """Return the number of the piece that a tensor starts at if it was taken with `lend`, else None.
+
+        In the capture of a CUDA graph also None if it was taken outside of captures: its replays would write it again
+        while peers read it.
+        """
         number = self.number(tensor)
-        return number if number in self._lent else None
+        if number not in self._lent or (number not in self._captured and capturing(self._device)):
+            return None
+        return number
+
+    def captured(self, tensor: torch.Tensor) -> bool:
+        """Whether the piece that a tensor starts at was taken in the capture of a CUDA graph."""
+        return self.number(tensor) in self._captured
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of a device."""
+    if device.type != "cuda":
+        return False
+    with on_device(device):
+        return torch.cuda.is_current_stream_capturing()

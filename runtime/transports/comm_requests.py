@@ -42,6 +42,9 @@ class Transfer(NamedTuple):
     output: torch.Tensor | None = None
     group: tuple[int, ...] | None = None
     """The ranks of the process group whose members all take part, in its order; None: some ranks of the world."""
+    during_wait: Callable[[], None] | None = None
+    """Called once the messages have started and before waiting for them: work that neither reads what is received nor
+    writes what is sent."""
 
 
 class HierarchicalExchange(NamedTuple):

@@ -136,6 +136,7 @@ class HierarchicalSymmetricMemoryTransport(HierarchicalTransport[SymmetricMemory
     ) -> None:
         super().__init__(inside, across, nodes)
         self.window, self.signal, self.turn = inside.window, inside.signal, inside.turn
+        self.outputs = inside.outputs
 
     def begin(self, request: CommRequest) -> Callable[[], Any]:
         if not isinstance(request, HierarchicalExchange):

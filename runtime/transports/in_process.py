@@ -158,6 +158,8 @@ def _post(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[A
         messages[peer].append(buffer.clone())
     for peer, buffers in messages.items():
         posted[rank, peer].append((request.fingerprint, buffers))
+    if isinstance(request, Transfer) and request.during_wait is not None:
+        request.during_wait()
 
 
 def _answered(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[Any]]) -> Any:

@@ -153,6 +153,8 @@ class ProcessGroupTransport:
                 peers.append(peer)
         except RuntimeError as error:
             raise self._connection_error((peer,), error) from error
+        if request.during_wait is not None:
+            request.during_wait()
         return partial(self._wait, tuple(peers), works)
 
     def _wait(self, peers: tuple[int, ...], works: Sequence[dist.Work]) -> None:
@@ -226,6 +228,8 @@ class ProcessGroupTransport:
         """Exchange data, and a fingerprint with each peer that the device compares."""
         device = request[1].device if isinstance(request, Collective) else _device_of(request)
         if device is None:
+            if isinstance(request, Transfer) and request.during_wait is not None:
+                request.during_wait()
             return lambda: None
         check = self._checks.get(device)
         if check is None:
@@ -252,6 +256,8 @@ class ProcessGroupTransport:
         if isinstance(request, Collective):
             assert group is not None
             works.append(_started(request, group))
+        if isinstance(request, Transfer) and request.during_wait is not None:
+            request.during_wait()
         outputs = [b for _, b in receives] if isinstance(request, Transfer) else [_result(request)]
 
         def wait() -> None:
@@ -281,7 +287,9 @@ class ProcessGroupTransport:
                 if why := self.rendezvous.failure(peer):
                     return PeerError(f"rank {peer} is gone; rank {self.rank} was waiting for it: {why}")
         who = " or ".join(f"rank {peer}" for peer in peers)
-        return PeerError(f"{who} is gone; rank {self.rank} was waiting for it: {error}")
+        # A peer whose wait timed out has lost its connections too, before it writes so.
+        why = self.rendezvous.why_late(peers[0]) if len(peers) == 1 else ""
+        return PeerError(f"{who} is gone; rank {self.rank} was waiting for it: {error}{why}")
 
     def fail(self, error: TransportError) -> None:
         """Notify ranks that wait for this one, now or later, that it has failed. The first error is kept."""

@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -17,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import DisagreementError, MeetingTimeoutError, PeerError
+from ...errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError, shown
 from .. import flight_recorder
-from .bounded_store import BoundedStore
+from ..bounded_store import BoundedStore
+from .call_lock import CallLock
 
 _logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ _LONGEST_PAUSE = 2.0
 _MAX_MESSAGE, _KEPT_REFUSALS = 2000, 8  # characters of a refusal that are kept; refusals per group of ranks
 _SALT, _SALTS = 0x9E3779B97F4A, 1 << 62  # the lower 16 bits of a fingerprint number the exchanges of a call
 _PEER_GRACE = 2.0  # seconds that an error waits for the description of the peer's call
+_CAUSE_GRACE = 0.25  # seconds that an error waits for what a late peer was waiting for
 _LONGEST_ANSWER = 5.0  # seconds that a wait or an error, which does without, waits for the store
 
 settings: dict[str, Callable[[], str]] = {}
@@ -97,12 +100,18 @@ class Rendezvous:
 
     Attributes:
         call: the current or last call of this rank.
+        bounded_store: the store, which answers in time or raises.
+        sessions: the names of the sessions that this rank has agreed on with others.
+        lock: held by the thread that is in a call, or binds one.
     """
 
     def __init__(self, store: dist.Store, rank: int, timeout: float, is_gone: Callable[[int], bool]) -> None:
-        self.store, self.rank, self.timeout, self._is_gone = store, rank, timeout, is_gone
-        self._bounded_store = BoundedStore(store)
+        self.rank, self.timeout, self._is_gone = rank, timeout, is_gone
+        self.bounded_store = BoundedStore(store)
         self.call = CallRecord((), 0, 0, "nothing yet")
+        self.sessions: set[str] = set()
+        this = weakref.ref(self)
+        self.lock = CallLock(rank, timeout, lambda: getattr(this(), "call", "an earlier process group"))
         self._sequences: dict[Ranks, _Sequence] = {}
         self._nonce = secrets.token_hex(8)  # tells apart what earlier groups left in the store
         self._nonces: dict[int, str] = {}  # of peers, known after the first rendezvous
@@ -197,7 +206,14 @@ class Rendezvous:
         sequence = self._sequence(ranks)
         if sequence.session is None:
             sequence.session = self._new_session(ranks) if len(ranks) > 1 else self._nonce
+            if len(ranks) > 1:
+                self.sessions.add(sequence.session)
         return sequence.session
+
+    def has_met(self, ranks: Ranks) -> bool:
+        """Whether all of `ranks` have made a call together. True on all of them after that call."""
+        sequence = self._sequences.get(ranks)
+        return sequence is not None and sequence.session is not None
 
     def _sequence(self, ranks: Ranks) -> _Sequence:
         sequence = self._sequences.get(ranks)
@@ -215,6 +231,7 @@ class Rendezvous:
         peer_settings: dict[int, dict[str, str]] = {}
         deadline, pause = time.monotonic() + self.timeout, 1e-4
         peers = [rank for rank in ranks if rank != self.rank]
+        wait = LongWait(self)
         while True:
             text = json.dumps([self._nonce, nonces, own_settings])
             if text != written:
@@ -223,15 +240,18 @@ class Rendezvous:
             missing = None
             for peer in peers:
                 text = self.read(f"session/{_key_of(ranks)}/{peer}", peer)
-                nonces[peer], seen_by_peer, peer_settings[peer] = json.loads(text)
+                nonces[peer], seen_by_peer, peer_settings[peer] = _fields(peer, text, 3)
                 if seen_by_peer.get(str(self.rank)) != self._nonce:
                     missing = peer
             if missing is None and written == json.dumps([self._nonce, nonces, own_settings]):
                 break
-            if missing is not None and time.monotonic() > deadline:
-                raise self.timeout_error(missing)
+            if missing is not None:
+                if time.monotonic() > deadline:
+                    raise self.timeout_error(missing)
+                wait.poll([missing])  # it may have ended since it wrote
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+        wait.close()
         self._nonces |= nonces
         for peer in peers:
             _compare_settings(self.rank, own_settings, peer, peer_settings[peer])
@@ -245,11 +265,16 @@ class Rendezvous:
             PeerError: the store cannot be reached.
         """
         try:
-            self._bounded_store.run(lambda store: store.set(key, text), self.timeout if within is None else within)
+            self.bounded_store.run(lambda store: store.set(key, text), self.timeout if within is None else within)
         except dist.DistError as error:
             raise PeerError(
                 f"the store is gone (its rank died?); rank {self.rank} was in {self.call}: {error}"
             ) from error
+
+    def publish(self, key: str, text: str) -> None:
+        """Write `key` to the store. Raises nothing: a rank that cannot reach the store does so when it reads."""
+        with suppress(RuntimeError):  # the store of a fake group keeps nothing
+            self.bounded_store.run(lambda store: store.set(key, text), self._longest_answer)
 
     def publish_settings(self) -> None:
         """Write this rank's settings to the store, for warnings of ranks that wait for it."""
@@ -271,7 +296,7 @@ class Rendezvous:
         with self.waiting() as wait:
             while True:
                 try:
-                    text = self._bounded_store.run(partial(_read, key), self._until(deadline))
+                    text = self.bounded_store.run(partial(_read, key), self._until(deadline))
                     if text is not None:
                         return text
                 except dist.DistError as error:
@@ -301,7 +326,7 @@ class Rendezvous:
         """The values of several keys in one request; None if one of them is not written yet, or if the store has no
         such requests or does not answer."""
         with suppress(dist.DistError):
-            return self._bounded_store.run(partial(_read_all, list(keys)), self.timeout)
+            return self.bounded_store.run(partial(_read_all, list(keys)), self.timeout)
         return None
 
     @contextmanager
@@ -325,9 +350,30 @@ class Rendezvous:
                 waiting = {rank: self.read_waiting(rank) for rank in ranks}
                 absent = [r for r, state in waiting.items() if state is None or state[0][:3] != self.call[:3]]
         who = " or ".join(f"rank {rank}" for rank in absent or ranks)
+        if len(absent or ranks) == 1:
+            why += self.why_late((absent or ranks)[0])
         return MeetingTimeoutError(
             f"{who} did not arrive within {self.timeout:g} s; rank {self.rank} was waiting for it in {self.call}{why}"
         )
+
+    def why_late(self, rank: int) -> str:
+        """What a rank that this one waited for has failed of, or waits for itself, and so on to the rank that is the
+        cause; empty if nothing is known. Waits briefly for a text: such ranks end their waits at the same time."""
+        text, seen = "", {self.rank}
+        deadline = time.monotonic() + _CAUSE_GRACE
+        with suppress(dist.DistError):
+            while rank not in seen:
+                if failure := self.failure(rank):
+                    return f"{text}; {failure}"
+                if awaited := self._awaited_by(rank):
+                    seen.add(rank)
+                    text += f"; rank {rank} waits for {' and '.join(f'rank {other}' for other in awaited)}"
+                    rank = awaited[0]
+                elif time.monotonic() > deadline:
+                    break
+                else:
+                    time.sleep(0.01)
+        return text
 
     def fail(self, text: str) -> None:
         """Record that this rank has failed. Its current call and the first text stay in the store, for the errors of
@@ -385,7 +431,7 @@ class Rendezvous:
         text = self._get("refused", peer)
         if text is None:
             return None
-        nonce, refusals, within = json.loads(text)
+        nonce, refusals, within = _fields(peer, text, 3)
         if nonce != self._nonces.get(peer, nonce):
             return None
         message = refusals.get(_key_of(self.call.ranks), {}).get(str(self.call.number))
@@ -400,11 +446,12 @@ class Rendezvous:
             f"{self.call.text}"
         )
 
-    def write_waiting(self, polls: int) -> None:
-        """Write the call that this rank waits in. `polls`: how often it has done so during this wait."""
+    def write_waiting(self, polls: int, peers: Sequence[int] = ()) -> None:
+        """Write the call that this rank waits in. `polls`: how often it has done so during this wait; `peers`: the
+        ranks that it waits for."""
         counts = {_key_of(ranks): sequence.number for ranks, sequence in dict(self._sequences).items()}
         with suppress(dist.DistError):
-            text = json.dumps([self._nonce, polls, *self.call[:3], self.call.text, counts])
+            text = json.dumps([self._nonce, polls, *self.call[:3], self.call.text, counts, list(peers)])
             self._set("waiting", text)
 
     def clear_waiting(self) -> None:
@@ -418,10 +465,16 @@ class Rendezvous:
         text = self._get("waiting", peer)
         if text is None:
             return None
-        nonce, polls, ranks, number, fingerprint, description, counts = json.loads(text)
+        nonce, polls, ranks, number, fingerprint, description, counts, _ = _fields(peer, text, 8)
         if nonce != self._nonces.get(peer, nonce):
             return None
         return CallRecord(tuple(ranks), number, fingerprint, description), polls, counts
+
+    def _awaited_by(self, peer: int) -> list[int]:
+        """The ranks that a peer waits for; empty if it has written none."""
+        text = self._get("waiting", peer)
+        nonce, *_, awaited = ("", []) if text is None else _fields(peer, text, 8)
+        return awaited if nonce == self._nonces.get(peer, nonce) else []
 
     def call_mismatch(self, peer: int, seen_before: bool) -> DisagreementError | None:
         """The error if a peer that this rank waits for waits in a call from which it cannot reach this rank's call.
@@ -469,7 +522,7 @@ class Rendezvous:
         return None
 
     def _get(self, kind: str, rank: int) -> str | None:
-        return self._bounded_store.run(partial(_read, self._key(kind, rank)), self._longest_answer) or None
+        return self.bounded_store.run(partial(_read, self._key(kind, rank)), self._longest_answer) or None
 
     def _set(self, kind: str, text: str, within: float | None = None) -> None:
         """Write a text of this rank. `within`: seconds to wait for the store.
@@ -478,7 +531,7 @@ class Rendezvous:
             RuntimeError: the store cannot be reached (dist.DistError), or keeps nothing.
         """
         key = self._key(kind, self.rank)
-        self._bounded_store.run(lambda store: store.set(key, text), within or self._longest_answer)
+        self.bounded_store.run(lambda store: store.set(key, text), within or self._longest_answer)
 
     def _until(self, deadline: float) -> float:
         """The seconds that the store may take: those left, and enough for an answer if none are left."""
@@ -520,8 +573,9 @@ class LongWait:
             return
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._polls += 1
+        peers = list(peers)
         try:
-            self._rendezvous.write_waiting(self._polls)
+            self._rendezvous.write_waiting(self._polls, peers)
             for peer in peers:
                 self._check(peer)
             if not self._warned and now - self._start > WARN_AFTER:
@@ -577,14 +631,37 @@ def _compare_settings(rank: int, here: dict[str, str], peer: int, there: dict[st
 
 
 def _read(key: str, store: dist.Store) -> str | None:
-    return store.get(key).decode() if store.check([key]) else None
+    return store.get(key).decode(errors="replace") if store.check([key]) else None
 
 
 def _read_all(keys: list[str], store: dist.Store) -> list[str] | None:
     several: Any = store
     if not several.has_extended_api() or not several.check(keys):
         return None
-    return [value.decode() for value in several.multi_get(keys)]
+    return [value.decode(errors="replace") for value in several.multi_get(keys)]
+
+
+def malformed(rank: int, text: str) -> TransportError:
+    """The error after reading a text from the store that no rank of this version writes."""
+    return TransportError(
+        f"rank {rank} wrote {shown(text)} to the store; allowed: what this version of shardweave writes. Do all ranks "
+        "run the same version, and does nothing else write there?"
+    )
+
+
+def _fields(rank: int, text: str, number: int) -> list[Any]:
+    """The items of a list that a rank wrote as JSON.
+
+    Raises:
+        TransportError: it is something else.
+    """
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        raise malformed(rank, text) from None
+    if not isinstance(fields, list) or len(fields) != number:
+        raise malformed(rank, text)
+    return fields
 
 
 def _key_of(ranks: Iterable[int]) -> str:

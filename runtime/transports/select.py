@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -23,8 +24,9 @@ from ..statistics import stats
 from .backend_limits import BACKENDS
 from .hierarchical import HierarchicalSharedMemoryTransport, HierarchicalSymmetricMemoryTransport
 from .machine_figures import from_text, machine_figures, to_text
+from .nvlink_domain import nvlink_domain
 from .process_group import ProcessGroupTransport
-from .rendezvous import Rendezvous, settings
+from .rendezvous import Rendezvous, malformed, settings
 from .shared_memory.transport import SharedMemoryTransport, machine_name, why_unsupported
 from .symmetric_memory.memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
 from .symmetric_memory.transport import SymmetricMemoryTransport
@@ -134,11 +136,10 @@ class Transports:
             return transports is not None and transports._is_gone(rank)
 
         self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone)
-        flight_recorder.start(self.rank, self.size, store)
+        flight_recorder.start(self.rank, self.size, self.rendezvous.bounded_store)
         machine = machine_name() if platform.system() == "Linux" else _UNKNOWN
-        # Peers read this to find ranks that share memory. The store of a fake group keeps nothing.
-        with suppress(RuntimeError):
-            store.set(_machine_key(self.rank), f"{machine} {self._node_size or 0}")
+        # Peers read this to find ranks that share memory.
+        self.rendezvous.publish(_machine_key(self.rank), f"{machine} {self._node_size or 0}")
         self._shared_memory_transport: SharedMemoryTransport | None = None
         self._process_groups: dict[str, ProcessGroupTransport] = {}
         self._symmetric_memory_transports: dict[str, SymmetricMemoryTransport] = {}
@@ -226,8 +227,9 @@ class Transports:
 
     def find_topology(self, ranks: tuple[int, ...], device: torch.device) -> Topology | None:
         """The topology of `ranks` (ascending) for tensors on a device, equal on all of them: its nodes are the machines
-        that ranks publish at their start, its figures those that the first rank of each node publishes when ranks of
-        several nodes first need them. None if all share a node, or if a machine is not known.
+        that ranks publish at their start, or for GPUs the NVLink domains that connect machines; its figures those that
+        the first rank of each node publishes when ranks of several machines first need them. None if all share a node,
+        or if a machine is not known.
 
         Raises:
             ArgumentError: as `_node_of`.
@@ -251,8 +253,17 @@ class Transports:
         if len(first_ranks) == 1 or any(machine == _UNKNOWN for machine, _ in nodes):
             return None
         if device.type not in self._published_figures:
+            if device.type == "cuda":
+                self.rendezvous.write(_domain_key(self.rank), nvlink_domain(device) or "")
             self.rendezvous.write(_figures_key(device.type, self.rank), to_text(machine_figures(device)))
             self._published_figures.add(device.type)
+        if device.type == "cuda":
+            # Machines that NVLink connects are one node.
+            domains = self.rendezvous.read_each({rank: _domain_key(rank) for rank in ranks})
+            nodes = [(domain, 0) if domain else node for domain, node in zip(domains, nodes, strict=True)]
+            first_ranks = {}
+            for rank, node in zip(ranks, nodes, strict=True):
+                first_ranks.setdefault(node, rank)
         keys = {rank: _figures_key(device.type, rank) for rank in first_ranks.values()}
         figures = [from_text(text) for text in dict.fromkeys(self.rendezvous.read_each(keys))]
         number = {node: i for i, node in enumerate(first_ranks)}
@@ -290,10 +301,9 @@ class Transports:
     def _symmetric_memory(self, device: torch.device) -> SymmetricMemoryTransport:
         transport = self._symmetric_memory_transports.get(device.type)
         if transport is None:
-            store = dist.PrefixStore(f"symmetric/{device.type}", self.rendezvous.store)
+            timeout, store = timeout_on(device.type, self.group), self.rendezvous.bounded_store
             on_cpu = device.type == "cpu"
-            provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device)
-            timeout = timeout_on(device.type, self.group)
+            provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device, timeout)
             transport = SymmetricMemoryTransport(self.rank, self.size, timeout, provider, self.rendezvous)
             self._symmetric_memory_transports[device.type] = transport
         if transport.provider.device != device:
@@ -330,7 +340,9 @@ class Transports:
         return self._nodes[rank]
 
     def _parsed_node(self, rank: int, text: str) -> tuple[str, int]:
-        machine, size = text.split()
+        machine, _, size = text.partition(" ")
+        if not size.isdecimal():
+            raise malformed(rank, text)
         if int(size) != (self._node_size or 0):
             own, other = (f"{n}" if n else "not set" for n in (self._node_size, int(size)))
             raise ArgumentError(
@@ -341,6 +353,10 @@ class Transports:
 
 def _machine_key(rank: int) -> str:
     return f"machine/{rank}"
+
+
+def _domain_key(rank: int) -> str:
+    return f"nvlink domain/{rank}"
 
 
 def _figures_key(device_type: str, rank: int) -> str:
@@ -376,6 +392,7 @@ settings["SHARDWEAVE_NODE_SIZE"] = _from_environment("SHARDWEAVE_NODE_SIZE")
 
 
 _transports: list[Transports] = []  # of the current default process group, if any
+_creating = threading.Lock()
 
 
 def _end_transports() -> None:
@@ -397,8 +414,29 @@ def current_transports() -> Transports:
         raise UnsupportedError("torch.distributed is not initialised; call init_process_group first")
     forget_dead_groups()
     if not _transports:
-        _transports.append(Transports())
+        with _creating:
+            if not _transports:
+                _transports.append(Transports())
     return _transports[0]
+
+
+def has_topologies() -> bool:
+    """Whether this rank has found the topology of any ranks on several nodes."""
+    return bool(_transports) and any(_transports[0]._topologies.values())
+
+
+def known_topology(ranks: tuple[int, ...], device_type: str) -> Topology | None:
+    """The topology that `ranks` (ascending) have found, once all have made a call together and so know the same;
+    None before, or if they found none. Does not wait."""
+    if not _transports:
+        return None
+    topology = _transports[0]._topologies.get((ranks, device_type))
+    return topology if topology is not None and _transports[0].rendezvous.has_met(ranks) else None
+
+
+def sessions() -> set[str]:
+    """The sessions that this rank has agreed on with others in the current default process group (`Rendezvous`)."""
+    return _transports[0].rendezvous.sessions if _transports else set()
 
 
 def publish_settings() -> None:

@@ -54,7 +54,7 @@ def here(name: str, cases: list[str], scale: str = "dry") -> Results:
 @pytest.mark.parametrize(
     "name",
     # `test_pytest_benchmark_plays …` runs the first.
-    [pytest.param(s, marks=pytest.mark.long if s in ("redistribute", "dispatch") else ()) for s in SUITES],
+    [pytest.param(s, marks=pytest.mark.long if s in ("redistribute", "dispatch", "host") else ()) for s in SUITES],
 )
 def test_every_case_of_a_suite_is_measured(name: str) -> None:
     cases = suite(name).cases("dry")

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from dead_segments import segments_of_the_dead
 from warm_python import run_python
 
 import shardweave
@@ -67,7 +68,7 @@ def test_demo_removes_named_segments() -> None:
     environment = {**os.environ, "SHARDWEAVE_SEGMENTS": "named"}
     done = run_python([*SHARDWEAVE, "demo", "--only", "order/swap"], env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not list(Path("/dev/shm").glob("*shardweave*"))
+    assert not segments_of_the_dead()
 
 
 @pytest.mark.multi
@@ -99,9 +100,7 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    "victim", [2, pytest.param("parent", marks=pytest.mark.long), pytest.param(0, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("victim", [pytest.param(victim, marks=pytest.mark.long) for victim in (2, "parent", 0)])
 def test_demo_reports_dead_ranks(victim: int | str) -> None:
     demo = subprocess.Popen(
         [*SHARDWEAVE, "demo"],
@@ -122,7 +121,7 @@ def test_demo_reports_dead_ranks(victim: int | str) -> None:
         while any(map(_is_running, ranks)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(_is_running, ranks))
-        assert not list(Path("/dev/shm").glob("*shardweave*"))
+        assert not segments_of_the_dead()
         if victim != "parent":
             assert demo.returncode == 1
             assert f"rank {victim} (pid {ranks[int(victim)]}) was killed by SIGKILL" in output

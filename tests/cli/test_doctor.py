@@ -157,6 +157,7 @@ MOUNTED = f'mount -t tmpfs -o size=16k tmpfs {SHM} && exec "$@"'
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_command_with_little_shared_memory(tmp_path: Path) -> None:
     """A tmpfs of 16 KiB: a container's default is small as well."""
     before = (*SMALL_SHM, MOUNTED, "sh")

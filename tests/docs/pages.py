@@ -40,9 +40,9 @@ NOT_RUN = {
     "make bench": "takes minutes; test_suites.py runs every suite on tiny sizes, and the comparison",
     "make test-long": "takes longer than CI may; tests themselves",
     "make test-nightly": "takes longer than CI may; the same tests with more requests",
-    "make nightly": "is make test, make test-nightly and make test-newest",
+    "make nightly": "is make test, make test-nightly and make test-torch",
     "make test-torch": "downloads another torch; tests themselves",
-    "make test-newest": "downloads another torch; tests themselves",
+    "make test-newest": "is what CI runs",
     "make gpu": "needs a GPU; test_gpu_sections.py runs all sections without one",
 }
 

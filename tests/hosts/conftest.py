@@ -1,4 +1,4 @@
-"""Hosts for tests: skipped, with the reason, where this machine does not allow them."""
+"""Hosts for tests: skipped, with the reason, where this machine does not allow them; failed if they fail otherwise."""
 
 from __future__ import annotations
 

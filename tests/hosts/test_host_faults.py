@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import shardweave
 from shardweave.bench.harness.host_processes import RankEnd, report
 from shardweave.bench.harness.hosts import Hosts, values_of
-from shardweave.bench.harness.namespaces import SWITCH
+from shardweave.bench.harness.namespaces import SHARED, SWITCH
+from shardweave.runtime.tracing.merge import merge_traces
+from shardweave.runtime.tracing.trace_file import Trace
 
 pytestmark = pytest.mark.multi
 
@@ -64,12 +66,12 @@ def calls(rank: int, seconds: float, every: float = 0.0, kind: str = "redistribu
 
 
 def fault(
-    start_hosts: Callable[..., Hosts], action: Callable[[Hosts], None], kind: str = "redistribute"
+    start_hosts: Callable[..., Hosts], action: Callable[[Hosts], None], kind: str = "redistribute", **environment: str
 ) -> tuple[Hosts, list[RankEnd], float]:
     """The ends of ranks after `action`, and the seconds from then on. The hosts are still there."""
     hosts = start_hosts(TWO)
     try:
-        hosts.start(calls, 300.0, 0.01, kind, environment={"SHARDWEAVE_TIMEOUT": str(TIMEOUT)})
+        hosts.start(calls, 300.0, 0.01, kind, environment={"SHARDWEAVE_TIMEOUT": str(TIMEOUT), **environment})
         hosts.wait_for("running")
         began = time.monotonic()
         action(hosts)
@@ -103,6 +105,22 @@ def test_vanished_host_is_named(host: int, how: str, kind: str, start_hosts: Cal
             check_named(ends, gone, left, seconds)
             hosts.set_link(host, True)
             assert len(set(hosts.run(calls, 0.5))) == 1  # what came back goes on
+
+
+@pytest.mark.long
+def test_host_of_the_store_is_cut_off_while_calls_are_recorded(start_hosts: Callable[..., Hosts]) -> None:
+    hosts, ends, seconds = fault(
+        start_hosts, vanish(0, "cut off"), SHARDWEAVE_FR_BUFFER_SIZE="50", TORCH_FR_DUMP_TEMP_FILE="/tmp/records/rank_"
+    )
+    with hosts:
+        check_named(ends, TWO[1], TWO[0], seconds)
+        check_named(ends, TWO[0], TWO[1], seconds)
+        records = [name for of_host in hosts.run_on_hosts(recorded) for name in of_host]
+    assert sorted(records) == [f"shardweave_{rank}" for rank in range(4)]
+
+
+def recorded(host: int) -> list[str]:
+    return os.listdir("/tmp/records/shardweave")
 
 
 def check_named(ends: list[RankEnd], left: list[int], gone: list[int], seconds: float) -> None:
@@ -198,7 +216,7 @@ def hour_ahead(rank: int, kind: str) -> int:
     if rank in TWO[1]:
         read, read_ns = time.time, time.time_ns
         time.time, time.time_ns = lambda: read() + 3600.0, lambda: read_ns() + 3600 * 10**9
-    with shardweave.record(f"/tmp/trace-{rank}.json"):
+    with shardweave.record(SHARED / f"trace-{kind}.json"):
         return calls(rank, 1.0, 0.0, kind)
 
 
@@ -207,6 +225,13 @@ def hour_ahead(rank: int, kind: str) -> int:
 def test_clocks_an_hour_apart(kind: str, start_hosts: Callable[..., Hosts]) -> None:
     with start_hosts(TWO) as hosts:
         assert len(set(hosts.run(hour_ahead, kind))) == 1
+        assert hosts.run_on_hosts(merged, kind) == [(0, 1, 2, 3)] * 2
+
+
+def merged(host: int, kind: str) -> tuple[int, ...]:
+    traces = [Trace.read(file) for file in SHARED.glob(f"trace-{kind}.rank*.json")]
+    assert max(trace.alive[0] for trace in traces) - min(trace.alive[1] for trace in traces) > 3000.0
+    return merge_traces(traces).ranks
 
 
 def namespaces(rank: int) -> list[str]:

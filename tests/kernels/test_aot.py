@@ -266,7 +266,7 @@ def test_common_specialisations_of_programs_are_vectorised():
     if not isinstance(copy_boxes_kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
     used = [s for request, options in SAMPLE for s in specialisations(of_ranks(*request, **options))]
-    kernels = ["copy_boxes", "copy_window", "reduce_boxes", "reduce_window"]
+    kernels = ["copy_boxes", "copy_direct", "copy_window", "reduce_boxes", "reduce_window"]
     assert {s.kernel for s in used} == set(kernels) and len(used) > 10
     assert any(s.constants["TRANSPOSED"] for s in used) and any(s.constants["ALIGN_S"] == 4 for s in used)
     # An input pushed into several windows, an output out of the input and several of them: worlds that have windows.

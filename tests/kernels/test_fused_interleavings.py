@@ -25,7 +25,9 @@ from shardweave.kernels.window_use import HALVES
 
 pytestmark = pytest.mark.plan
 ARRIVED, RELEASED = 0, 1
-FUNCTIONS = ("wait_for_peers", "has_failed", "is_last_program", "end_use", "half_of_use")
+FUNCTIONS = (
+    "wait_for_peers", "has_failed", "is_last_program", "end_use", "count_use", "signal_peers", "half_of_use",
+)  # fmt: skip
 
 
 class Int(int):
@@ -88,7 +90,8 @@ class Language:
         return Int(self._memory.load(pointer.address))
 
     def store(self, pointer: Pointer, value: int, mask: bool = True) -> None:
-        self._memory.store(pointer.address, int(value))
+        if mask:
+            self._memory.store(pointer.address, int(value))
 
     def atomic_add(self, pointer: Pointer, value: int, **_: Any) -> int:
         return Int(self._memory.add(pointer.address, value) if value else self._memory.load(pointer.address))
@@ -121,9 +124,12 @@ class Language:
     pointer_type = staticmethod(lambda kind: None)
 
 
-def functions(memory: Memory, programs: int, replaced: tuple[str, ...]) -> SimpleNamespace:
-    """The device functions of a program, with replaced parts of their text."""
-    text = "".join(textwrap.dedent(inspect.getsource(getattr(fused_signals, name).fn)) for name in FUNCTIONS)
+def functions(
+    memory: Memory, programs: int, replaced: tuple[str, ...], module: Any = fused_signals, more: tuple[str, ...] = ()
+) -> SimpleNamespace:
+    """The device functions of a program, and `more` of a module, with replaced parts of their text."""
+    of = {**dict.fromkeys(FUNCTIONS, fused_signals), **dict.fromkeys(more, module)}
+    text = "".join(textwrap.dedent(inspect.getsource(getattr(where, name).fn)) for name, where in of.items())
     text = text.replace("@triton.jit\n", "")
     for old, new in zip(replaced[::2], replaced[1::2], strict=True):
         assert old in text, old
@@ -133,16 +139,19 @@ def functions(memory: Memory, programs: int, replaced: tuple[str, ...]) -> Simpl
         return Int(memory.load(pointer.address))
 
     def store_words(pointer: Pointer, value: int, active: bool, RELEASE: bool, PTX: bool) -> None:
-        memory.store(pointer.address, int(value))
+        if active:
+            memory.store(pointer.address, int(value))
 
-    constants = {name: getattr(value, "value", value) for name, value in vars(fused_signals).items()}
+    constants = {
+        name: getattr(value, "value", value) for name, value in (vars(fused_signals) | vars(module)).items()
+    }  # fmt: skip
     names = {
         **constants, "tl": Language(memory, programs), "load_words": load_words, "store_words": store_words,
         "store_word": lambda *_, **__: None, "give_way": lambda: None,
         "overwrite": lambda out, *_: memory.store(out.of, 0),
     }  # fmt: skip
     exec(_compiled(text), names)
-    return SimpleNamespace(**{name: names[name] for name in FUNCTIONS})
+    return SimpleNamespace(**{name: names[name] for name in of})
 
 
 _texts: dict[str, Any] = {}

@@ -184,7 +184,31 @@ def test_peers_of_a_rank_that_stopped_waiting_do_not_take_its_next_data() -> Non
     assert good and not bad, bad
 
 
-# Token dispatches signal in launches of their own.
+# Rows of tokens: signals at the ends of launches, and in launches of their own.
+
+ROWS = {
+    "as it is": ("", "", 1, False),
+    "as it is, two programs": ("", "", 2, False),
+    "relaxed instead of release": ("st.release.sys", "st.relaxed.sys", 1, True),
+    "relaxed instead of acquire": ("ld.acquire.sys", "ld.relaxed.sys", 1, True),
+    "relaxed count of programs": ("atom.global.gpu.acq_rel", "atom.global.gpu.relaxed", 2, True),
+}
+
+
+@long
+@pytest.mark.parametrize("variant", ROWS)
+def test_rows_are_there_after_a_barrier(variant: str) -> None:
+    """The launch after the one that writes and has the barrier reads what the peer wrote, not what was there."""
+    old, new, programs, wrong = ROWS[variant]
+    ranks = Ranks.moving_rows(1, programs)
+    data = followed(ranks, 0, 1, "push")
+    good, bad = [], []
+    for found in executions(ranks, {0: Behaviour(1), 1: Behaviour(2)}, data, lambda text: text.replace(old, new)):
+        (read,), (write,) = reads(found, 1), writes(found, 0)
+        good.append(found.find(found.reads_from(read, write)))
+        bad.append(found.find(found.reads_from(read, None)))
+    assert any(good) and any(bad) == wrong, bad
+
 
 IN_TURNS = {
     "as it is": ("", "", True, False),

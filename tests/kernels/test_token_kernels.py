@@ -416,7 +416,13 @@ def check_combine(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidd
             out = torch.full((tokens, hidden + 1), POISON, dtype=dtype, device=device)[:, :hidden]
             combine_rows(rows, Buffers(buffers), out, w, a)
             given = TokenRows(rows.key.cpu(), rows.row.cpu()), [b.cpu() for b in buffers]
-            same(out, combine_rows_reference(*given, *(None if v is None else v.cpu() for v in (w, a))))
+            of_pairs, added = (None if v is None else v.cpu() for v in (w, a))
+            same(out, combine_rows_reference(*given, of_pairs, added))
+            if case.ranks > 1:  # the first rank is a node, the others are two by two
+                nodes = [(i + 1) // 2 for i in range(case.ranks)]
+                out.fill_(POISON)
+                combine_rows(rows, Buffers(buffers), out, w, a, nodes=i32(nodes, device))
+                same(out, combine_rows_reference(*given, of_pairs, added, nodes))
 
 
 @pytest.mark.parametrize("hidden", [1024, 2500], ids=str)
@@ -439,6 +445,18 @@ def test_combine_rows_rounds_sum_of_each_destination(device):
     assert out.item() == together
     combine_rows(apart, Buffers([a, b]), out, weights)
     assert out.item() == (torch.tensor(257.0).bfloat16().float() + 2).bfloat16().item()
+
+
+def test_combine_rows_rounds_sum_of_each_node(device):
+    """256 + 1 in bfloat16 is 256, and a bit more than that is 258."""
+    rows = TokenRows(i32([[0, 4, 8]], device), i32([[0, 0, 0]], device))
+    buffers = Buffers([torch.tensor([[x]]).bfloat16().to(device) for x in (256.0, 1.0, 0.0078125)])
+    out = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
+    for nodes, want in ((None, 258.0), ([0, 0, 1], 256.0), ([0, 1, 1], 258.0), ([0, 1, 2], 258.0)):
+        combine_rows(rows, buffers, out, nodes=None if nodes is None else i32(nodes, device))
+        assert out.item() == want
+    with pytest.raises(ArgumentError, match=r"nodes: torch.int32 of shape \(2,\); allowed: int32 of shape \(3,\)"):
+        combine_rows(rows, buffers, out, nodes=i32([0, 1], device))
 
 
 @pytest.mark.parametrize("dtype, hidden", list(zip([*DTYPES, torch.bfloat16], (64, 48, 3, 2500), strict=True)), ids=str)

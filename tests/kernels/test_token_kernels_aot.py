@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import KERNELS, Layer, Specialisation, dispatches, specialisations
-from shardweave.kernels.dtypes import ELEMENTS
+from shardweave.kernels.dtypes import ELEMENTS, poison_word
 from shardweave.kernels.tokens.combine_rows import combine_rows_kernel, gather_values_kernel
 from shardweave.kernels.tokens.copy_rows import copy_rows_kernel, fill_rows_kernel
 from shardweave.kernels.tokens.count_pairs import (
@@ -24,30 +24,48 @@ from shardweave.kernels.tokens.count_pairs import (
     count_rows,
     few_warps,
     place_rows_kernel,
+    place_warps,
     share_counts_kernel,
+    shared_rows,
 )
 from shardweave.kernels.tokens.group_rows import group_rows_kernel, group_warps, rank_rows
 from shardweave.kernels.tokens.locate_rows import locate_rows_kernel, tokens_at_a_time
+from shardweave.kernels.tokens.offer_rows import offer_rows_kernel
 from shardweave.kernels.tokens.push_rows import push_rows_kernel
+from shardweave.kernels.tokens.receive_rows import receive_rows_kernel
 from shardweave.kernels.tokens.route_rows import route_rows_kernel
 from shardweave.kernels.tokens.rows import RowLaunch, row_constants
 from shardweave.kernels.tokens.weigh_rows import weigh_rows_kernel
+from shardweave.kernels.window_use import use_constants
 
 pytestmark = pytest.mark.aot
 
 POINTERS = {
-    "*i64": "buffers matrices weight_buffers counts_out padded_out overflow_out counts padded_counts error words",
+    "*i64": (
+        "buffers matrices weight_buffers counts_out padded_out overflow_out counts padded_counts error words signals"
+    ),
     "*i32": (
         "expert_table expert_out block_counts block_bad expert_in place_in place_out start_in limit_in destination_in "
         "key_in row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets "
-        "num_rows choice matrix_out"
+        "num_rows choice matrix_out nodes"
     ),
-    "*fp32": "weights weight_gradient",
+    "*fp32": "weights weight_gradient numbers_in numbers_out",
 }
+OPTIONS = ("num_warps", "enable_fp_fusion")
 POINTER_OF = {name: kind for kind, names in POINTERS.items() for name in names.split()}
 
 
+def signalling(target: str, num_warps: int, peers: int = 7) -> dict:
+    """The constants of a kernel that waits for peers and signals them; with 0 peers of one that does not."""
+    if not peers:
+        return {"PEERS": 0, "TIMED": False, "PTX": False, "WIDTH": 1}
+    nvidia = not target.startswith("gfx")
+    constants = use_constants(peers, False, num_warps=num_warps, timed=nvidia, ptx=nvidia)
+    return {name: constants[name] for name in ("PEERS", "TIMED", "PTX", "WIDTH")}
+
+
 def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
+    constants = {name: value for name, value in constants.items() if name in (*kernel.arg_names, *OPTIONS)}
     if not isinstance(kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
     numbers = {p.name: p.annotation_type for p in kernel.params if p.annotation_type}
@@ -61,14 +79,19 @@ def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
 @each_target
 @pytest.mark.parametrize("physical_experts, looked_up", [(3, True), (256, False), (MOST_PHYSICAL_EXPERTS, True)])
 def test_count_pairs_does_not_spill(target, physical_experts, looked_up):
-    padded = max(32, triton.next_power_of_2(physical_experts))
+    padded, peers = max(32, triton.next_power_of_2(physical_experts)), 7 if looked_up else 0
     count = {"EXPERTS": padded, "HAS_TABLE": looked_up, "num_warps": 4}
     ids = {"ids": "*i64", "counts_out": "*i32"}
     assert_no_spill(compile_kernel(count_pairs_kernel, target, count, **ids), target)
     for pairs in (32, 1024):
-        few = {"EXPERTS": padded, "PAIRS": pairs, "HAS_TABLE": looked_up, "num_warps": few_warps(pairs)}
+        few = {"EXPERTS": padded, "PAIRS": pairs, "HAS_TABLE": looked_up, "num_warps": few_warps(pairs, padded)}
+        few |= {
+            "RANKS": shared_rows(padded, few_warps(pairs, padded)),
+            **signalling(target, few_warps(pairs, padded), peers),
+        }
         assert_no_spill(compile_kernel(count_few_pairs_kernel, target, few, **ids), target)
-    place = {"EXPERTS": padded, "BLOCKS": 128, "ROWS": count_rows(padded), "num_warps": 8}
+    place = {"EXPERTS": padded, "BLOCKS": 128, "ROWS": count_rows(padded), "num_warps": place_warps(peers)}
+    place |= {"RANKS": shared_rows(padded, 16), **signalling(target, place_warps(peers), peers)}
     assert_no_spill(compile_kernel(place_rows_kernel, target, place, **ids), target)
     share = {"LENGTH": triton.next_power_of_2(physical_experts + 2), "HAS_WORD": True, "num_warps": 4}
     assert_no_spill(compile_kernel(share_counts_kernel, target, share, counts="*i32"), target)
@@ -117,17 +140,25 @@ def wide(compiled, target: str) -> tuple[int, int]:
     return results["load", 16], results["store", 16]
 
 
+def assert_equal_without_signals(got: int, want: int, constants: dict) -> None:
+    """Kernels that signal have more accesses: of addresses of signals, and of an output that is overwritten."""
+    assert got >= want if constants["PEERS"] else got == want, (got, want)
+
+
 @each_target
 @pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
 def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
     constants = {**row_launch(dtype, hidden), "K": k, "PADDING": 8, "HAS_WEIGHTS": True, "CHOSEN": False}
+    constants |= signalling(target, constants["num_warps"], peers=7 * (k == 8))
     compiled = compile_kernel(push_rows_kernel, target, constants)
     assert_no_spill(compiled, target)
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
     loads, stores = wide(compiled, target)
     # Each row is read once, and stored k times; zeros for the padding.
-    assert loads == pieces and stores >= (k + 1) * pieces
-    assert {width for op, width in accesses(compiled, target) if op == "store"} == {4, 16}  # 4: the weights
+    assert_equal_without_signals(loads, pieces, constants)
+    assert stores >= (k + 1) * pieces
+    widths = {width for op, width in accesses(compiled, target) if op == "store"}
+    assert widths - {8} == {4, 16}, widths  # 4: the weights; 8: signals
 
 
 def fused_operations(compiled) -> list[str]:
@@ -143,15 +174,25 @@ def fused_operations(compiled) -> list[str]:
 
 
 @each_target
-@pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
-def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
+@pytest.mark.parametrize(
+    "dtype, hidden, k, nested", [*((*rows, False) for rows in ROWS), (*ROWS[2], True)], ids=str
+)  # fmt: skip
+def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k, nested):
     constants = {**row_launch(dtype, hidden), "K": k, "DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "HAS_ADD": True}
-    constants |= {"SOFT": False, "enable_fp_fusion": False, "CHOSEN": True}
+    constants |= {
+        "SOFT": False,
+        "enable_fp_fusion": False,
+        "CHOSEN": True,
+        "NESTED": nested,
+        "POISON": poison_word(dtype)[0],
+    }
+    constants |= signalling(target, constants["num_warps"], peers=7 * (k == 8))
     compiled = compile_kernel(combine_rows_kernel, target, constants)
     assert_no_spill(compiled, target)
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
     loads, stores = wide(compiled, target)
-    assert loads == (k + 1) * pieces and stores == pieces
+    assert_equal_without_signals(loads, (k + 1) * pieces, constants)
+    assert_equal_without_signals(stores, pieces, constants)
     assert not fused_operations(compiled)
 
 
@@ -174,6 +215,26 @@ def test_copy_rows_is_vectorised_and_does_not_spill(target):
 
 
 @each_target
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_receive_rows_and_offer_rows_in_windows(target, dtype):
+    """Launches that wait for peers and signal them, with all that they can do besides."""
+    constants = {**row_constants(dtype, 7168), "COLS": 4096 // dtype.itemsize, "num_warps": 4}
+    receive = constants | {"COPY": True, "FILL": True, "HAS_NUMBERS": True, "POISON": poison_word(dtype)[0]}
+    receive |= {"NUMBER_POISON": poison_word(torch.float32)[0], **signalling(target, 4)}
+    compiled = compile_kernel(receive_rows_kernel, target, receive)
+    assert_no_spill(compiled, target)
+    pieces = 4096 // (16 * TARGETS[target].warp_size * 4)
+    loads, stores = wide(compiled, target)
+    assert loads >= pieces and stores >= 2 * pieces
+    for wider in (1, 4):
+        offer = constants | {"COLS": wider * 4096 // dtype.itemsize, "COPY": wider > 1, "num_warps": 4 * wider}
+        compiled = compile_kernel(offer_rows_kernel, target, offer | signalling(target, 4 * wider))
+        assert_no_spill(compiled, target)
+        loads, stores = wide(compiled, target)
+        assert loads >= pieces * (wider > 1) and stores == pieces * (wider > 1)
+
+
+@each_target
 def test_fill_rows_is_vectorised_and_does_not_spill(target):
     """From any first row on."""
     constants = {"H": 7168, "COLS": 2048, "WORD": tl.int16, "ALIGN": 16, "num_warps": 4}
@@ -190,9 +251,17 @@ def test_rows_of_any_length_compile(target, hidden):
     width = {1: 2, 3: 2, 2500: 8, 20: 8}[hidden]
     assert row_constants(dtype, hidden)["ALIGN"] == width
     push = {**row_launch(dtype, hidden), "K": 3, "PADDING": 8, "HAS_WEIGHTS": False, "CHOSEN": True}
+    push |= signalling(target, push["num_warps"])
     assert_no_spill(compile_kernel(push_rows_kernel, target, push), target)
     combine = {**row_launch(dtype, hidden), "K": 3, "DTYPE": tl.bfloat16, "HAS_WEIGHTS": False, "HAS_ADD": False}
-    combine |= {"SOFT": False, "enable_fp_fusion": False, "CHOSEN": False}
+    combine |= {
+        "SOFT": False,
+        "enable_fp_fusion": False,
+        "CHOSEN": False,
+        "NESTED": False,
+        "POISON": poison_word(dtype)[0],
+    }
+    combine |= signalling(target, combine["num_warps"])
     compiled = compile_kernel(combine_rows_kernel, target, combine)
     assert_no_spill(compiled, target)
     if hidden == 2500:
@@ -220,7 +289,7 @@ def launched() -> list[Specialisation]:
 
 
 def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
-    on_boxes = {"copy_boxes", "reduce_boxes", "copy_window", "reduce_window"}
+    on_boxes = {"copy_boxes", "reduce_boxes", "copy_direct", "copy_window", "reduce_window"}
     assert {s.kernel for s in launched} | on_boxes == set(KERNELS)
     assert {"signal", "count_few_pairs", "weigh_rows"} <= set(KERNELS)
 
@@ -228,11 +297,14 @@ def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
         return {s.constants[name] for s in launched if s.kernel == kernel}
 
     assert of("push_rows", "PADDING") == {1, 4, 8} and of("push_rows", "HAS_WEIGHTS") == {True, False}
+    assert of("combine_rows", "NESTED") == {True, False}
     assert of("combine_rows", "HAS_ADD") == of("combine_rows", "HAS_WEIGHTS") == {True, False}
     assert of("route_rows", "BATCHED") == of("count_few_pairs", "HAS_TABLE") == {True, False}
     assert {s.constants["ALIGN"] for s in launched if s.kernel == "push_rows"} == {2, 4, 16}
     assert of("push_rows", "CHOSEN") == of("combine_rows", "CHOSEN") == of("offer_rows", "COPY") == {True, False}
     assert of("share_counts", "HAS_WORD") == of("receive_rows", "COPY") == of("receive_rows", "FILL") == {True, False}
+    in_windows = "count_few_pairs", "place_rows", "push_rows", "receive_rows", "offer_rows", "combine_rows"
+    assert all(of(kernel, "PEERS") == {0, 7} for kernel in in_windows)
     # A window's signals: wait with credit, barrier, leave and spoil with poison of every size, refusal, and failure.
     assert len([s for s in launched if s.kernel == "signal"]) == 2 + 4 + 4 + 2
     # Recording has ended, and addresses are those of memory again.

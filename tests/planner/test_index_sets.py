@@ -87,7 +87,7 @@ def indices(extent: int, cuts: list[tuple[int, int, int]]) -> torch.Tensor:
     return held
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.integers(0, 60), parts)
 def test_held_spans_match_torch_chunk(extent: int, cuts: list[tuple[int, int, int]]) -> None:
     spans = held_spans(extent, tuple(cuts))
@@ -113,7 +113,7 @@ def check_common_runs(extent: int, held: list[tuple[int, int, int]], wanted: lis
 SPANS = st.integers(0, 60), parts, parts
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(*SPANS)
 def test_common_runs_match_intersection(extent: int, held: list, wanted: list) -> None:
     check_common_runs(extent, held, wanted)

@@ -143,7 +143,7 @@ def check_history(first: Request, second: Request) -> None:
     assert again.to_json() == before.to_json() and again.digest == before.digest
 
 
-QUICK = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # Each part has 2,000 requests and its own seed.
 PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "10"))
 LONG = settings(QUICK, max_examples=2000, derandomize=False, database=None)
@@ -155,7 +155,7 @@ def test_plan_random_requests(request: Request) -> None:
     check(request)
 
 
-@settings(QUICK, max_examples=100)
+@settings(QUICK, max_examples=40)
 @given(requests(), requests())
 def test_plan_independent_of_history(first: Request, second: Request) -> None:
     check_history(first, second)

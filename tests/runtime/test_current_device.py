@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,7 @@ def test_redistribute_batch(gpus: PretendedGpus, monkeypatch: pytest.MonkeyPatch
     noting, spec = Noting(gpus), Spec()
     x: Any = SimpleNamespace(_local_tensor=torch.ones(3), _spec=spec)
     monkeypatch.setattr(batch, "_bind", noting.bind)
+    monkeypatch.setattr(batch, "binding", nullcontext)  # that of a process group
     monkeypatch.setattr(batch, "as_dtensor", lambda local, target: local)
     with gpus:
         (y,) = batch._run([x], [spec], redistribute_options.default)  # type: ignore[list-item]
@@ -141,6 +143,7 @@ def test_choice_of_transport(gpus: PretendedGpus, monkeypatch: pytest.MonkeyPatc
     noted = []
     choose = SimpleNamespace(choose=lambda *_: noted.append(gpus.current) or (None, ""))
     monkeypatch.setattr(calls, "current_transports", lambda: choose)
+    monkeypatch.setattr(calls, "binding", nullcontext)  # that of a process group
     monkeypatch.setattr(calls, "_chosen", {})
     with gpus:
         calls.transport_for((0, 1), torch.device("cuda", OTHER), None)

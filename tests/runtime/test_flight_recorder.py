@@ -24,10 +24,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import shardweave
 from shardweave.errors import ArgumentError, MeetingTimeoutError, UnsupportedError
 from shardweave.runtime import flight_recorder
+from shardweave.runtime.bounded_store import BoundedStore
 from shardweave.runtime.dtensor.install import is_installed
 from shardweave.runtime.environment import flight_record_folder, requested_flight_records
 from shardweave.runtime.executor.run import ExclusiveCall
 from shardweave.runtime.flight_recorder import FlightRecorder, dump_flight_records
+from shardweave.runtime.transports.call_lock import CallLock
 from shardweave.runtime.transports.rendezvous import CallRecord
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport, why_unsupported
 
@@ -58,7 +60,7 @@ def recorders() -> Iterator[Callable[..., FlightRecorder]]:
     made: list[FlightRecorder] = []
 
     def make(rank: int = 0, size: int = 4, store: dist.Store | None = None) -> FlightRecorder:
-        made.append(FlightRecorder(rank, 2, store or dist.HashStore(), size))
+        made.append(FlightRecorder(rank, 2, BoundedStore(store or dist.HashStore()), size))
         return made[-1]
 
     yield make
@@ -234,6 +236,46 @@ def test_later_failure_is_written_by_all_ranks(
         assert [entry["state"] for entry in entries] == states
 
 
+class CutOff:
+    """A store whose host is cut off until `back` is set. It has no connections."""
+
+    def __init__(self) -> None:
+        self.back = threading.Event()
+
+    def clone(self) -> dist.Store:
+        raise RuntimeError("not implemented")  # as stores of torch without connections do
+
+    def check(self, keys: list[str]) -> bool:
+        assert self.back.wait(30)
+        return False
+
+    def compare_set(self, *_: str) -> bytes:
+        assert self.back.wait(30)
+        return b"0 now"
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+
+@pytest.mark.plan
+def test_failure_while_the_store_is_cut_off(
+    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
+    for name, seconds in {"_POLL": 0.05, "_PATIENCE": 0.2, "_LONGEST_ANSWER": 0.1}.items():
+        monkeypatch.setattr(flight_recorder, name, seconds)
+    store: Any = CutOff()
+    start = time.monotonic()
+    recorder = recorders(store=store)
+    time.sleep(0.2)  # its thread asks
+    recorder.failed()
+    assert [path.name for path in (tmp_path / "shardweave").iterdir()] == ["shardweave_0"]
+    assert recorder._thread.is_alive()  # the store may come back
+    recorder.close()
+    assert time.monotonic() - start < 15
+    store.back.set()
+
+
 @pytest.mark.plan
 def test_rank_that_ends_after_a_request_writes_its_file(
     recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -250,7 +292,10 @@ def test_rank_that_ends_after_a_request_writes_its_file(
 @pytest.mark.plan
 def test_peers_are_notified_before_flight_records_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    transport: Any = SimpleNamespace(rank=0, busy=False, fail=lambda error: events.append(f"notified: {error}"))
+    transport: Any = SimpleNamespace(
+        rank=0, busy=False, pending=None, error=None, fail=lambda error: events.append(f"notified: {error}"),
+        rendezvous=SimpleNamespace(lock=CallLock(0, 5.0, str)),
+    )  # fmt: skip
     recorder = SimpleNamespace(end=lambda error: events.append("ended"), failed=lambda: events.append("written"))
     monkeypatch.setattr(flight_recorder, "current", recorder)
     statistics: Any = SimpleNamespace(milliseconds=0.0)

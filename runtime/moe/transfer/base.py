@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from ....kernels import (
@@ -19,6 +20,7 @@ from ....kernels import (
     Groups,
     PhysicalExperts,
     RowLaunch,
+    WindowSignals,
     combine_rows,
     copy_rows,
     count_pairs,
@@ -26,8 +28,10 @@ from ....kernels import (
     gather_values,
     group_rows,
     route_rows,
+    uploaded,
     weigh_rows,
 )
+from ...environment import num_sms
 from ...transports.base import Transport
 from ...transports.comm_requests import CommRequest
 from ..config import DispatchConfig, fill_value
@@ -36,8 +40,9 @@ from ..dispatch_record import DispatchRecord, Tokens
 T = TypeVar("T")
 Steps = Generator[CommRequest, Any, T]
 """A run of one rank: yields communication requests, receives their answers and returns T."""
-Read = Callable[[Sequence[Buffers]], list[torch.Tensor]]
-"""Reads the destinations' buffers and returns tensors of this rank's pairs."""
+Read = Callable[..., list[torch.Tensor]]
+"""(buffers, release=None): reads the destinations' buffers and returns tensors of this rank's pairs. `release`, only
+for combine: the window to release."""
 Take = Callable[[torch.Tensor], None]
 """Processes the receive buffer once rows have arrived, possibly in place."""
 # Operations, added to the dispatcher's fingerprint. The requests of an operation count up from there.
@@ -89,6 +94,7 @@ class TokenTransfer:
         in_chunks: rows travel in chunks, which DispatchRecord describes.
         in_windows: rows travel through windows, which dispatchers share.
         fixed_size: chunks have a fixed size.
+        two_level: tokens cross the network once for each node, as DispatchRecord.forwards describes.
         algorithm: how rows travel, in words.
         extra_words: words that a rank sends to each other rank with its counts.
         peers: the other ranks, starting with the one after this rank.
@@ -97,6 +103,7 @@ class TokenTransfer:
     in_chunks: ClassVar[bool] = False
     in_windows: ClassVar[bool] = False
     fixed_size: ClassVar[bool] = False
+    two_level: ClassVar[bool] = False
     algorithm: ClassVar[str] = ""
     extra_words: ClassVar[int] = 0
 
@@ -147,14 +154,26 @@ class TokenTransfer:
         self.device, self.fingerprint = device, fingerprint
         self._unused_rows = fill_value(config.zero_rows)
         self.physical_experts = PhysicalExperts.divided(config.bounds, device)
-        self._physical_expert_of = None
-        if config.physical_expert_of:
-            self._physical_expert_of = torch.tensor(config.physical_expert_of[me], dtype=torch.int32, device=device)
+        self._set_physical_experts()
+        self._nodes: torch.Tensor | None = None
+        """int32 [W]: the node of each destination of `DispatchRecord.rows`, ascending; None: they share one."""
         self.peers = ranks[me + 1 :] + ranks[:me]
         self.tables = AddressTables(device)
-        self.launch = RowLaunch.for_rows(config.hidden, config.dtype.itemsize, config.num_sms)
+        self.launch = RowLaunch.for_rows(config.hidden, config.dtype.itemsize, num_sms(device, config.num_sms))
         self._error: torch.Tensor | None = None
         """int64 [1]: not 0 if the counts of the matrix may not be those of this dispatch."""
+
+    def use_config(self, config: DispatchConfig) -> None:
+        """Use another config from now on, which differs in the experts of physical experts only."""
+        # The fingerprint is that of a config and of the dispatcher's number.
+        self.fingerprint = config.fingerprint(self.config.number_of(self.fingerprint))
+        self.config = config
+        self._set_physical_experts()
+
+    def _set_physical_experts(self) -> None:
+        """Upload the physical expert to which this rank sends each expert's tokens, unless they are equal."""
+        table = self.config.physical_expert_of
+        self._physical_expert_of = uploaded(np.array(table[self.me], np.int32), self.device) if table else None
 
     def dispatch(
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
@@ -178,7 +197,7 @@ class TokenTransfer:
             record = record._replace(weights=(outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
         yield from self._deliver(Delivery(DISPATCH, record, tokens.x, into, tokens.weights))
-        return _copied(own, outs, record.groups)[0], record
+        return copied(own, outs, record.groups)[0], record
 
     def combine(
         self,
@@ -191,8 +210,8 @@ class TokenTransfer:
     ) -> Steps[torch.Tensor | None]:
         """Write each token's sum to `out`. With `numbers`, float32 [rows], return those of each pair, [T, K]."""
 
-        def read(buffers: Sequence[Buffers]) -> list[torch.Tensor]:
-            combine_rows(record.rows, buffers[0], out, weights, add, self.launch)
+        def read(buffers: Sequence[Buffers], release: WindowSignals | None = None) -> list[torch.Tensor]:
+            combine_rows(record.rows, buffers[0], out, weights, add, self.launch, release, self._nodes)
             return [out, *[gather_values(record.rows, numbers) for numbers in buffers[1:]]]
 
         given = (values,) if numbers is None else (values, numbers)
@@ -226,10 +245,8 @@ class TokenTransfer:
                 weigh_rows(received, values, record.weights, record.groups.num_rows, own[0], numbers)
 
             yield from self._deliver(delivery._replace(take=weigh))
-            (of_weights,) = yield from self._fetch(
-                WEIGHED, record, (numbers,), lambda buffers: [gather_values(record.rows, buffers[0])]
-            )
-        return _copied(own, outs, record.groups)[0], of_weights
+            of_weights = yield from self._fetch_numbers(record, numbers)
+        return copied(own, outs, record.groups)[0], of_weights
 
     def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
         """Make this rank's receive buffers `own` known to peers, count the pairs of `ids` and share the counts."""
@@ -248,6 +265,13 @@ class TokenTransfer:
     ) -> Steps[list[torch.Tensor]]:
         """Return `read` of all ranks' `given` buffers, which `record.rows` index."""
         raise NotImplementedError
+
+    def _fetch_numbers(self, record: DispatchRecord, numbers: torch.Tensor) -> Steps[torch.Tensor]:
+        """Return each pair's number of all ranks' `numbers`, float32 [rows]: [T, K]."""
+        (of_pairs,) = yield from self._fetch(
+            WEIGHED, record, (numbers,), lambda buffers: [gather_values(record.rows, buffers[0])]
+        )
+        return of_pairs
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
         """Return the record of a dispatch; `matrix` is not kept."""
@@ -272,8 +296,9 @@ class TokenTransfer:
         """Return memory for the rows of a dispatch, [rows, H]."""
         return self._new_rows()
 
-    def output_rows(self) -> torch.Tensor:
-        """Return memory for the experts' output, [rows, H], which `combine` copies the least of."""
+    def output_rows(self, received: torch.Tensor) -> torch.Tensor:
+        """Return memory for the experts' output, [rows, H], which `combine` copies the least of; `received`: the rows
+        of the dispatch, or a view from their first element on."""
         return self._new_rows()
 
     def _new_rows(self) -> torch.Tensor:
@@ -286,7 +311,13 @@ class TokenTransfer:
         return self.transport.empty(shape, dtype, self.device)
 
 
-def _copied(
+def pair_words(top_k: int) -> int:
+    """Return the 4-byte words that travel with a token to the rank that forwards it: for each pair the weight, float32,
+    and the physical expert, int16."""
+    return top_k + (top_k + 1) // 2
+
+
+def copied(
     received: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None, groups: Groups
 ) -> Sequence[torch.Tensor]:
     """Copy the received rows to `outs` if there are any, and return the result."""

@@ -117,7 +117,9 @@ class FixedTransfer(SendRecvTransfer):
 
 
 def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTransfer]]:
-    """Return the transfer, and the one that the other value of `splits` selects among the same ranks."""
+    """Return the transfer, and those that other values of `splits` and `two_level` select among the same ranks."""
+    if transfer.two_level:
+        return [transfer, SendRecvTransfer, FixedTransfer]
     if not transfer.in_chunks:
         return [transfer]
     return [transfer, SendRecvTransfer if transfer.fixed_size else FixedTransfer]

@@ -33,6 +33,11 @@ class PushTransfer(TokenTransfer):
     _matrix: torch.Tensor | None = None
     _matrices: Buffers | None = None
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._at = self.me
+        """This rank's index among those whose memory it writes: the peers and itself, in order of rank."""
+
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
         read = config.rows * config.hidden * config.dtype.itemsize
@@ -41,13 +46,18 @@ class PushTransfer(TokenTransfer):
     def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
         if ids is None:
             return Shared((yield from self._offer(operation, *own)))
-        if self._matrix is None or self._matrices is None:
+        matrices = yield from self._open_matrices(operation)
+        counted = self._count(ids, CountShare(matrices, self.me))
+        buffers = yield from self._offer(operation, *own)
+        return Shared(buffers, counted, self._matrix)
+
+    def _open_matrices(self, operation: int) -> Steps[Buffers]:
+        """Return the matrices of counts, those of peers and `_matrix`; allocate and offer them on the first call."""
+        if self._matrices is None:
             with torch.inference_mode(False):  # written for as long as the dispatcher lives
                 self._matrix = self._empty((self.config.ranks, self.physical_experts.count + 1), torch.int32)
             self._matrices = (yield from self._offer(operation + _OPENED, self._matrix))[0]
-        counted = self._count(ids, CountShare(self._matrices, self.me))
-        buffers = yield from self._offer(operation, *own)
-        return Shared(buffers, counted, self._matrix)
+        return self._matrices
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         operation, record, x, (rows, *numbers), weights, take = delivery
@@ -69,13 +79,15 @@ class PushTransfer(TokenTransfer):
         return Barrier(self.peers, self.fingerprint + operation, offer)
 
     def _offer(self, operation: int, *own: torch.Tensor) -> Steps[list[Buffers]]:
-        """Offer buffers to all ranks; return the corresponding buffers of all ranks, in order of rank."""
+        """Offer buffers to the peers; return the corresponding buffers of all, in order of rank."""
+        if not self.peers:
+            return [Buffers([tensor], self.tables) for tensor in own]
         transport, number = self.transport, len(own)
         address, held = transport.offer(own)
         replies = yield self._barrier(operation, address)
         # Peers start with the rank after this one.
         theirs: list[Any] = [transport.offered(reply, number) for reply in replies]
-        after = self.config.ranks - 1 - self.me
+        after = len(theirs) - self._at
         in_order = [*theirs[after:], None, *theirs[:after]]
         with torch.inference_mode(False):  # those of the matrix are kept
             buffers = [

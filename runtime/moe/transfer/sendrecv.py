@@ -2,8 +2,8 @@
 
 A chunk holds a sender's rows for a destination in order of physical expert, token and k. Its size follows from the
 counts of all ranks. All is laid out on the device; the host reads the sizes once per dispatch, and nothing else waits
-for the device. Sums are those of
-`combine_rows` over the returned chunks, so destinations are summed in the same order as on other transports.
+for the device. Sums are those of `combine_rows` over the returned chunks, so destinations are summed in the same order
+as on other transports, and node by node where there are several.
 
 Messages carry a fingerprint of their operation, so that no rank takes the chunk of another.
 """
@@ -11,6 +11,7 @@ Messages carry a fingerprint of their operation, so that no rank takes the chunk
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,19 @@ class SendRecvTransfer(TokenTransfer):
         with torch.inference_mode(False):
             self._bounds = torch.tensor(self.config.bounds, device="cpu").to(self.device)
             self._row = torch.arange(self.config.rows, device=self.device)
+            self._order_by_node()
         self._group = self.transport.group_order(self.ranks)
+
+    def _order_by_node(self) -> None:
+        """Number destinations node by node, the order of sums. All of them have the same buffer here."""
+        ranks = self.config.node_ranks
+        if ranks is None:
+            return
+        position = torch.tensor([ranks.position(r) for r in range(self.config.ranks)], dtype=torch.int32, device="cpu")
+        destination = position[self.physical_experts.destination.cpu().long()].to(self.device)
+        self.physical_experts = replace(self.physical_experts, destination=destination)
+        nodes = [ranks.nodes[r] for r in ranks.order]
+        self._nodes = torch.tensor(nodes, dtype=torch.int32, device="cpu").to(self.device)
 
     def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
         yield from ()  # a generator, as in all transfers
@@ -147,8 +160,8 @@ class SendRecvTransfer(TokenTransfer):
         incoming[self.me].copy_(outgoing[self.me])
         others = [r for r in range(self.config.ranks) if r != self.me]
         yield Transfer(
-            tuple((self.ranks[r], _bytes(outgoing[r])) for r in others if outgoing[r].numel()),
-            tuple((self.ranks[r], _bytes(incoming[r])) for r in others if incoming[r].numel()),
+            tuple((self.ranks[r], flat_bytes(outgoing[r])) for r in others if outgoing[r].numel()),
+            tuple((self.ranks[r], flat_bytes(incoming[r])) for r in others if incoming[r].numel()),
             self.fingerprint + operation,
             group=self._group,
         )
@@ -174,5 +187,6 @@ def _sizes(chunks: Chunks) -> tuple[list[int], list[int], int]:
     return chunks.sends.tolist(), chunks.receives.tolist(), int(chunks.padding)
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def flat_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as uint8 [bytes]."""
     return x.view(-1).view(torch.uint8)

@@ -18,15 +18,29 @@ from typing import Any, cast
 
 import torch
 
-from ....kernels import Buffers, ChosenBuffers, CountShare, Groups, copy_rows, offer_rows, push_rows, receive_rows
+from ....kernels import (
+    Buffers,
+    ChosenBuffers,
+    CountShare,
+    Groups,
+    RepeatedDispatch,
+    WindowBarrier,
+    copy_rows,
+    offer_rows,
+    push_rows,
+    receive_rows,
+    recorded_launches,
+)
 from ...statistics import stats
-from ...transports.buffer_pool import BufferPool, BufferPoolTransport
+from ...transports.buffer_pool import BufferPool, BufferPoolTransport, capturing
 from ...transports.symmetric_memory.window import ALIGNMENT, window_size
 from ..config import DispatchConfig, round_up
-from ..dispatch_record import DispatchRecord
-from .base import Delivery, Read, Shared, Steps, TokenTransfer
+from ..dispatch_record import DispatchRecord, Tokens
+from .base import COMBINE, Delivery, Read, Shared, Steps, TokenTransfer
 
 _LAST = 1  # the second barrier of an operation, added to its number
+# Of a transfer; each keeps memory for the (token, k) pairs. More shapes are dispatched without.
+_MOST_REPEATED = 16
 
 
 def window_nbytes(config: DispatchConfig) -> int:
@@ -53,6 +67,10 @@ def _parts(config: DispatchConfig) -> list[tuple[tuple[int, ...], torch.dtype]]:
     ]
 
 
+def _nothing() -> None:
+    pass
+
+
 class WindowTransfer(TokenTransfer):
     """Peers write into this rank's memory and read its window."""
 
@@ -66,6 +84,8 @@ class WindowTransfer(TokenTransfer):
         self._windows = cast("BufferPoolTransport", self.transport)
         self._window = self._windows.window(group, window_nbytes(config), exact=True)
         self._error = self._window.failure.error  # after a failure the window holds counts and indices of any dispatch
+        self._signals = self._window.signals(self._windows.turn(0).limit)
+        self._repeated: dict[tuple[Any, ...], RepeatedDispatch] = {}
         self._window.build(config.dtype)
         self._window.build(torch.float32)
         first, parts = 0, []
@@ -118,6 +138,36 @@ class WindowTransfer(TokenTransfer):
             return "rows received, held until backward"
         return super().received(config) + (", while all pooled buffers are in use" if uses_buffer_pool(config) else "")
 
+    def use_config(self, config: DispatchConfig) -> None:
+        super().use_config(config)
+        self._repeated.clear()  # they have the table of experts and the fingerprint of the config before
+
+    def dispatch(
+        self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
+    ) -> Steps[tuple[torch.Tensor, DispatchRecord]]:
+        if record is not None or self._signals is None:
+            return (yield from super().dispatch(tokens, outs, record))
+        own = outs or (self._rows_to_receive(), self._new_numbers())
+        (x, ids, weights), (out, weights_out) = tokens, own
+        pooled = self._pooled(out)
+        # What the launches depend on besides the settings.
+        key = (
+            ids.shape, ids.dtype, x.stride(0), weights.stride(0), x.data_ptr() & 15, ids.data_ptr() & 15,
+            weights.data_ptr() & 15, (out.data_ptr() | weights_out.data_ptr()) & 15, pooled is None,
+        )  # fmt: skip
+        repeated = self._repeated.get(key)
+        if repeated is not None and ids.is_contiguous() and weights.stride(1) == 1:
+            groups, rows, matrix = repeated(x, ids, weights, out, weights_out, self._candidate(pooled))
+            self._acquired()
+            self._windows.check()
+            return out, DispatchRecord(weights_out, groups, rows, matrix)
+        with recorded_launches() as launches:
+            _, record = yield from super().dispatch(tokens, own)
+        if ids.is_contiguous() and weights.stride(1) == 1 and len(self._repeated) < _MOST_REPEATED:
+            results = record.groups, record.rows, record.matrix
+            self._repeated[key] = RepeatedDispatch(launches, self._signals, ids, weights, weights_out, *results)
+        return out, record
+
     def combine(
         self, record: DispatchRecord, values: torch.Tensor, out: torch.Tensor, *rest: Any, **named: Any
     ) -> Steps[torch.Tensor | None]:
@@ -132,7 +182,11 @@ class WindowTransfer(TokenTransfer):
     def _rows_to_receive(self) -> torch.Tensor:
         return self._pooled_rows(False, "rows of a token dispatch: all pooled buffers are in use")
 
-    def output_rows(self) -> torch.Tensor:
+    def output_rows(self, received: torch.Tensor) -> torch.Tensor:
+        # Replays write the same memory each time: only behind a dispatch, which waits until peers have read it.
+        if self._pool is not None and capturing(self.device) and not self._pool.captured(received):
+            stats().copies["expert output of a token combine: its dispatch is not in a CUDA graph"] += 1
+            return self._new_rows()
         return self._pooled_rows(True, "expert output of a token combine: all pooled buffers are in use")
 
     def _pooled_rows(self, lend: bool, otherwise: str) -> torch.Tensor:
@@ -149,11 +203,17 @@ class WindowTransfer(TokenTransfer):
 
     def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
         yield from ()  # a generator, as in all transfers
-        self._acquire()
         if ids is None:
+            self._acquire()
             return Shared((self._rows, own))
-        counted = self._count(ids, CountShare(self._matrices, self.me, self._candidate(self._pooled(own[0]))))
-        self._signal("barrier", operation)
+        share = CountShare(self._matrices, self.me, self._candidate(self._pooled(own[0])), self._barrier(operation))
+        if share.barrier is None:
+            self._acquire()
+        counted = self._count(ids, share)
+        if share.barrier is None:
+            self._signal("barrier", operation)
+        else:
+            self._acquired()
         return Shared((self._wanted, own), counted, self._matrices.tensors[self.me])
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
@@ -161,15 +221,22 @@ class WindowTransfer(TokenTransfer):
         operation, record, x, (buffers, own), weights, take = delivery
         weight_buffers, num_rows = None if weights is None else self._numbers, record.groups.num_rows
         padding = self.config.most_padding
-        push_rows(x, record.rows, buffers, record.groups, self.me, weights, weight_buffers, padding, self.launch)
-        self._signal("barrier", operation + _LAST)
+        barrier = self._barrier(operation + _LAST)
+        push_rows(
+            x, record.rows, buffers, record.groups, self.me, weights, weight_buffers, padding, self.launch, barrier
+        )
+        if barrier is None:
+            self._signal("barrier", operation + _LAST)
         rows, numbers = self._rows.tensors[self.me], self._numbers.tensors[self.me]
         copied = take is None and self._pooled(own[0]) is None
         if take is not None:
             take(rows)
         given = None if weights is None else (numbers, own[1])
-        receive_rows(rows if copied else None, own[0], num_rows, self._unused_rows, given)
-        self._leave(own)
+        receive_rows(rows if copied else None, own[0], num_rows, self._unused_rows, given, self._signals)
+        if self._signals is None:
+            self._leave(own)
+        else:
+            self._windows.check()
 
     def _fill_unused(self, groups: Groups, *buffers: torch.Tensor) -> None:
         """Nothing: `_deliver` fills them with the launch that copies."""
@@ -178,8 +245,14 @@ class WindowTransfer(TokenTransfer):
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
     ) -> Steps[list[torch.Tensor]]:
         yield from ()
+        num_rows = record.groups.num_rows
+        if operation == COMBINE and self._signals is not None:
+            buffers = [self._offered(given[0], num_rows, self._barrier(operation))]
+            result = read(buffers, self._signals)
+            self._windows.check()
+            return result
         self._acquire()
-        num_rows, buffers = record.groups.num_rows, []
+        buffers = []
         for values in given:
             if values.dim() == 1:
                 copy_rows(values.contiguous(), self._numbers.tensors[self.me], num_rows)
@@ -191,21 +264,26 @@ class WindowTransfer(TokenTransfer):
         self._leave(result)
         return result
 
-    def _offered(self, values: torch.Tensor, num_rows: torch.Tensor) -> Buffers:
+    def _offered(self, values: torch.Tensor, num_rows: torch.Tensor, barrier: WindowBarrier | None = None) -> Buffers:
         """Bring rows to where peers read them; return the buffers that all ranks' rows are in after the barrier."""
         window = self._rows.tensors[self.me]
         if self._pool is None:
-            copy_rows(values.contiguous(), window, num_rows)
+            if barrier is None:
+                copy_rows(values.contiguous(), window, num_rows)
+            else:
+                offer_rows(values.contiguous(), window, num_rows, None, 0, 0, barrier)
+                self._acquired()
             return self._rows
         lent = self._pool.lent(values) if values.is_contiguous() else None
-        if lent is None:
-            values, to = values.contiguous(), window
-        else:
-            # Kept until this rank has waited for the peers that read it: then it may be written again.
-            self._window.after_acquire, to = partial(self._pool.follow, values), None
+        values, to = (values.contiguous(), window) if lent is None else (values, None)
         matrix = self._matrices.tensors[self.me]
         place = (self.me + 1) * matrix.shape[1] - 1  # where dispatch has the index of the wanted buffer
-        offer_rows(values, to, num_rows, self._matrices, place, self._candidate(lent))
+        offer_rows(values, to, num_rows, self._matrices, place, self._candidate(lent), barrier)
+        if barrier is not None:
+            self._acquired()
+        if lent is not None:
+            # Kept until this rank has waited for the peers that read it: then it may be written again.
+            self._window.after_acquire[capturing(self.device)] = partial(self._pool.follow, values)
         return self._wanted
 
     @property
@@ -220,13 +298,22 @@ class WindowTransfer(TokenTransfer):
     def _acquire(self) -> None:
         """Enter the window."""
         self._signal("acquire")
-        if self._window.after_acquire is not None:
-            self._window.after_acquire()
-            self._window.after_acquire = None
+        self._acquired()
+
+    def _acquired(self) -> None:
+        """To be called when the wait for the window is enqueued."""
+        waiting = self._window.after_acquire
+        if waiting:
+            for captured in (True,) if capturing(self.device) else (True, False):
+                waiting.pop(captured, _nothing)()
 
     def _pooled(self, rows: torch.Tensor) -> int | None:
         """Return the number of the pooled buffer that rows are in; None: none."""
         return None if self._pool is None else self._pool.number(rows)
+
+    def _barrier(self, operation: int) -> WindowBarrier | None:
+        """A barrier for the end of a launch; None where no kernels run."""
+        return None if self._signals is None else WindowBarrier(self._signals, self.fingerprint + operation)
 
     def _signal(self, use: Any, operation: int = 0) -> None:
         self._windows.signal(self._window, use, self.fingerprint + operation)

@@ -144,8 +144,17 @@ def unlink_names(pid: int) -> None:
 
 def unlink_names_of_the_dead() -> None:
     for pid in {owner for _, owner in _names()}:
-        if not os.path.exists(f"/proc/{pid}"):
+        if not is_running(pid):
             unlink_names(pid)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
 
 
 def _names() -> list[tuple[str, int]]:

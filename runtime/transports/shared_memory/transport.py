@@ -17,16 +17,18 @@ import torch.distributed as dist
 
 from ....errors import PeerError, TransportError
 from ..comm_requests import Barrier, CommRequest, PendingCall
-from ..rendezvous import FIRST_POLL, LongWait, Rendezvous
+from ..rendezvous import FIRST_POLL, LongWait, Rendezvous, malformed
 from .receive_buffers import ReceiveBuffers
 from .segments import (
     Segment,
     bytes_of,
+    is_running,
     open_segment,
     process_namespace,
     segment_path,
     sleep_on,
     unlink_names,
+    unlink_names_of_the_dead,
     uses_names,
     wake,
 )
@@ -64,15 +66,6 @@ def machine_name() -> str:
         return f"{file.read().strip()}/{process_namespace()}"
 
 
-def _is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
-
-
 class _Peer:
     """A peer's control page and segments, mapped into this process, and a descriptor that is readable after its death.
 
@@ -106,7 +99,7 @@ class _Peer:
 
     def has_died(self) -> bool:
         if self.pidfd is None:
-            return not _is_running(self.pid)
+            return not is_running(self.pid)
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(0))
@@ -118,7 +111,7 @@ class _Peer:
             try:
                 mapped = open_segment(path)
             except (FileNotFoundError, PermissionError) as error:
-                if isinstance(error, PermissionError) and _is_running(self.pid):
+                if isinstance(error, PermissionError) and is_running(self.pid):
                     raise TransportError(f"the memory of {self} may no longer be mapped: {error}") from error
                 raise PeerError(f"{self} is gone, and its memory with it: {path}") from error
             segment = self._segments[index] = bytes_of(mapped)
@@ -147,6 +140,8 @@ class SharedMemoryTransport:
     def __init__(self, rank: int, size: int, timeout: float, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self.timeout, self.rendezvous = rank, size, timeout, rendezvous
         named = uses_names()
+        if named:
+            unlink_names_of_the_dead()
         self._control = Segment("shardweave-control", 8 * (_SLOTS + 2 * _SLOT_WORDS * size), named)
         self._page = memoryview(self._control.map).cast("Q")
         self._pool = SharedPool("shardweave-pool", named)
@@ -236,6 +231,7 @@ class SharedMemoryTransport:
         if self._pool.named:
             # A rank that failed may end without cleaning up; peers that have mapped its memory keep it.
             unlink_names(os.getpid())
+            unlink_names_of_the_dead()  # among them peers whose memory this rank has not mapped
 
     def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
         """Notify the peers at the first barrier of a call that this rank refuses its arguments. Does not wait.
@@ -344,7 +340,8 @@ class SharedMemoryTransport:
                 waited = time.monotonic() - start
                 # A peer that failed or died may have arrived at this barrier before.
                 if page[_FAILED] and page[slot] < number:
-                    raise PeerError(f"{peer} failed; rank {self.rank} was waiting for it")
+                    why = self.rendezvous.why_late(peer.rank)
+                    raise PeerError(f"{peer} failed; rank {self.rank} was waiting for it{why}")
                 if waited > _SHORTEST_NAP and peer.has_died() and page[slot] < number:
                     if peer.named:
                         unlink_names(peer.pid)
@@ -371,13 +368,16 @@ class SharedMemoryTransport:
             PeerError: its process is gone.
             TransportError: this process may not map its memory.
         """
-        pid, handle, kind = self.rendezvous.read(_process_key(rank), rank).split()
+        text = self.rendezvous.read(_process_key(rank), rank)
+        pid, handle, kind, *rest = [*text.split(), "", "", ""]
+        if rest != [""] * 3 or not (pid.isdecimal() and handle.isdecimal() and kind in ("anonymous", "named")):
+            raise malformed(rank, text)
         try:
             peer = self._peers[rank] = _Peer(rank, int(pid), int(handle), kind == "named")
         except FileNotFoundError as error:
             raise PeerError(f"rank {rank} (process {pid}) is gone; rank {self.rank} was waiting for it") from error
         except PermissionError as error:
-            if not _is_running(int(pid)):
+            if not is_running(int(pid)):
                 raise PeerError(f"rank {rank} (process {pid}) is gone; rank {self.rank} was waiting for it") from error
             raise TransportError(
                 f"rank {self.rank} may not map the memory of rank {rank} (process {pid}): {error}; "

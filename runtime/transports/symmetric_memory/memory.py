@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import permutations
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group
 
 from ....errors import PeerError, TransportError
+from ...bounded_store import BoundedStore
 from ..shared_memory.segments import Segment, bytes_of, open_segment, segment_path, uses_names
 
+T = TypeVar("T")
 _DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -79,37 +81,46 @@ class _RenumberedStore(dist.Store):
     Up to torch 2.14 exchanges ("<prefix>/<number>/<rank>", and others below "<prefix>/<number>") are numbered by a
     counter of the process for each prefix. Ranks that have been in different groups have different counters and would
     wait for different keys. Here the numbers of each prefix begin at 0.
+
+    Args:
+        prefix: of all keys.
+        timeout: seconds that the store may take to answer, and peers to write what is waited for.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: BoundedStore, prefix: str, timeout: float) -> None:
         super().__init__()
-        self._store = store
+        self._store, self._prefix, self._timeout = store, prefix, timeout
         self._numbers: dict[str, dict[str, int]] = {}
 
     def _key(self, key: str) -> str:
         parts = key.rsplit("/", 2)
-        if len(parts) < 3 or not parts[1].isdecimal():
-            return key
-        numbers = self._numbers.setdefault(parts[0], {})
-        return f"{parts[0]}/{numbers.setdefault(parts[1], len(numbers))}/{parts[2]}"
+        if len(parts) == 3 and parts[1].isdecimal():
+            numbers = self._numbers.setdefault(parts[0], {})
+            key = f"{parts[0]}/{numbers.setdefault(parts[1], len(numbers))}/{parts[2]}"
+        return f"{self._prefix}/{key}"
+
+    def _run(self, operation: Callable[[dist.Store], T]) -> T:
+        return self._store.run(operation, self._timeout)
 
     def set(self, key: str, value: str) -> None:  # bytes, from torch's C++
-        self._store.set(self._key(key), value)
+        self._run(lambda store: store.set(self._key(key), value))
 
     def get(self, key: str) -> bytes:
-        return self._store.get(self._key(key))
+        self.wait([key])
+        return self._run(lambda store: store.get(self._key(key)))
 
     def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._key(key), amount)
+        return self._run(lambda store: store.add(self._key(key), amount))
 
     def check(self, keys: list[str]) -> bool:
-        return self._store.check([self._key(key) for key in keys])
+        return self._run(lambda store: store.check([self._key(key) for key in keys]))
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        self._store.wait([self._key(key) for key in keys], *timeout)
+        seconds = timeout[0].total_seconds() if timeout else self._timeout
+        self._store.wait([self._key(key) for key in keys], seconds)
 
     def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(self._key(key))
+        return self._run(lambda store: store.delete_key(self._key(key)))
 
 
 class TorchSymmetricMemory:
@@ -118,8 +129,8 @@ class TorchSymmetricMemory:
     Groups are registered with torch by their ranks, each with a store of its own, so that no process group is created.
     """
 
-    def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
-        self.rank, self.device, self._store = rank, device, store
+    def __init__(self, store: BoundedStore, rank: int, device: torch.device, timeout: float) -> None:
+        self.rank, self.device, self._store, self._timeout = rank, device, store, timeout
         self._handles: list[Any] = []  # they own the memory
 
     def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
@@ -134,7 +145,7 @@ class TorchSymmetricMemory:
 
         ranks = tuple(handles)
         group_name: Any = f"shardweave/{name}"  # registered until the process ends
-        store = _RenumberedStore(dist.PrefixStore(group_name, self._store))
+        store = _RenumberedStore(self._store, f"symmetric/{self.device.type}/{group_name}", self._timeout)
         at = ranks.index(self.rank), len(ranks)
         # Not `_SymmetricMemory.set_group_info`: no rendezvous of torch 2.11 to 2.15 reads it, and where a group has it
         # later ones compare how many allocations each rank made before. Here these differ.

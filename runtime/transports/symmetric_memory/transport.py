@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -11,15 +12,16 @@ import torch.distributed as dist
 
 from ....errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
 from ....kernels import Code, Failure, Turn, wait_limit
-from ...environment import requested_sms
-from ..backend_limits import WindowPolicy
+from ...environment import num_sms
+from ..backend_limits import PooledOutputs, WindowPolicy
 from ..buffer_pool import BufferPool
 from ..comm_requests import PendingCall
 from ..rendezvous import Rendezvous
 from ..streams import SideStream, refuse_capture
 from ..watchdog import Watchdog
 from .memory import Provider
-from .window import ALIGNMENT, Use, Window, channel_name, pad_bytes, window_size
+from .outputs import OutputPool
+from .window import ALIGNMENT, Use, Window, channel_name, pad_bytes, padding_of_pieces, window_size
 
 
 class SymmetricMemoryTransport:
@@ -59,11 +61,13 @@ class SymmetricMemoryTransport:
         refuse_capture(provider.device, "the transport symmetric_memory")
         self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
         self.rendezvous = rendezvous
-        self._num_sms = requested_sms()
+        self._num_sms = num_sms(provider.device)
         self.windows = WindowPolicy()
         self._of_group: dict[tuple[tuple[int, ...], int], list[Window]] = {}
         self._all: list[Window] = []
         self._pools: dict[tuple[int, ...], list[BufferPool]] = {}
+        self._outputs: dict[tuple[int, ...], OutputPool] = {}
+        self._outputs_made: Counter[tuple[int, ...]] = Counter()
         self.failure = Failure(provider.device)
         self.wait_limit = wait_limit(timeout, provider.device)
         self._error: TransportError | None = None
@@ -82,7 +86,7 @@ class SymmetricMemoryTransport:
     def window(self, ranks: tuple[int, ...], nbytes: int, halves: int = 1, exact: bool = False) -> Window:
         """The smallest window with `halves` of at least `nbytes` of a group, given by its ascending ranks. Collective
         if it has to be allocated: with `nbytes` if `exact`, else with the next power of two, so that a group has few
-        windows.
+        windows, and the padding of pieces.
 
         Raises:
             DisagreementError: the ranks of the group allocate different windows.
@@ -93,14 +97,40 @@ class SymmetricMemoryTransport:
         for window in windows:  # the smallest first
             if window.nbytes >= nbytes:
                 return window
-        size = pad_bytes(len(ranks)) + halves * window_size(nbytes, exact)
-        memory = self._memory(ranks, size, f"windows/{halves}/{len(windows)}")
+        room = 0 if exact else padding_of_pieces(len(ranks))
+        size = window_size(nbytes - room, exact) + room
+        windows.append(self._new_window(ranks, size, halves, f"windows/{halves}/{len(windows)}"))
+        window = windows[-1]
+        windows.sort(key=lambda made: made.nbytes)
+        return window
+
+    def _new_window(self, ranks: tuple[int, ...], nbytes: int, halves: int, key: str) -> Window:
+        memory = self._memory(ranks, pad_bytes(len(ranks)) + halves * nbytes, key)
         watch = None if self._watchdog is None else self._watched
         window = Window(self.rank, memory, len(self._all), self.failure, halves, watch, self._num_sms)
-        windows.append(window)
-        windows.sort(key=lambda made: made.nbytes)
         self._all.append(window)
         return window
+
+    def pool_outputs(self, ranks: tuple[int, ...], nbytes: int, number: int) -> bool:
+        """Let steps of a group, given by its ascending ranks, write directly into outputs of up to `nbytes`, `number`
+        of which may be in use at a time. Collective. Return False if that was so before. Else programs have to be
+        bound again on all ranks.
+
+        Raises:
+            DisagreementError, MeetingTimeoutError, UnsupportedError: as for `window`.
+        """
+        before = self._outputs.get(ranks)
+        if before is not None and before.nbytes >= nbytes and before.number >= number:
+            return False
+        window = self._new_window(ranks, window_size(nbytes, True), number + 1, f"outputs/{self._outputs_made[ranks]}")
+        self._outputs_made[ranks] += 1
+        self._outputs[ranks] = OutputPool(window, number)
+        self.windows.outputs[ranks] = PooledOutputs(window.nbytes, number)
+        return True
+
+    def outputs(self, ranks: tuple[int, ...]) -> OutputPool:
+        """The output pool of a group, given by its ascending ranks, which `windows.outputs` names."""
+        return self._outputs[ranks]
 
     def buffer_pool(self, ranks: tuple[int, ...], nbytes: int, number: int) -> BufferPool:
         """A buffer pool of a group, given by its ascending ranks, with at least `number` buffers of at least `nbytes`.

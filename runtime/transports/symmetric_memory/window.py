@@ -9,11 +9,25 @@ from typing import Literal
 
 import torch
 
-from ....kernels import SLOT, UNLIMITED, Channel, Failure, Watch, WindowUse, build_signal, pack, signal
+from ....kernels import (
+    SLOT,
+    UNLIMITED,
+    Channel,
+    DirectUse,
+    Failure,
+    Watch,
+    WindowSignals,
+    WindowUse,
+    build_signal,
+    pack,
+    signal,
+)
 
 Use = Literal["acquire", "barrier", "release", "poison"]
 _SMALLEST = 1 << 16
 ALIGNMENT = 256  # bytes, of regions in a window
+PIECE_ALIGNMENT = 16
+"""Bytes of the widest store: what ranks push begins at multiples of it."""
 _CHANNELS = ("arrivals", "releases")
 _REFUSED = 0  # in place of a fingerprint
 
@@ -23,6 +37,11 @@ def window_size(nbytes: int, exact: bool = False) -> int:
     if exact:
         return max(_SMALLEST, -(-nbytes // ALIGNMENT) * ALIGNMENT)
     return max(_SMALLEST, 1 << max(nbytes - 1, 0).bit_length())
+
+
+def padding_of_pieces(size: int) -> int:
+    """The bytes that pieces of `size` ranks may need beside their elements to begin at `PIECE_ALIGNMENT`."""
+    return -(-PIECE_ALIGNMENT * size // ALIGNMENT) * ALIGNMENT
 
 
 def pad_bytes(size: int) -> int:
@@ -37,14 +56,18 @@ class Window:
                   ranks of that
         reading   waits until every rank has written, reads that half of windows, notifies all ranks of that (releases)
 
-    or of three signals, and of kernels between them, which may use all of the memory:
+    or of three signals, in launches of their own or in those of kernels that use the memory, all of it:
 
         acquire   waits until every rank has released the last exchange: windows may be written
         barrier   notifies all ranks that this rank has written, and waits for theirs: windows may be read
         release   notifies all ranks that this rank has read
 
-    All of them wait on the device, not on the host. Exchanges of one window are all of the first kind, or all of the
-    second; or the host knows that an exchange of the second kind is over on all ranks before the next one begins.
+    or of one launch, of a window that is divided into buffers (`OutputPool`): it tells all ranks which of this rank's
+    buffers they may write, on the channel of releases, writes into those that they have named, notifies all ranks of
+    that, and waits until they have written.
+
+    All of them wait on the device, not on the host. Exchanges of one window are all of one kind; or the host knows that
+    an exchange by three signals is over on all ranks before the next one begins.
 
     Args:
         memory: by ascending rank, `pad_bytes` zeros followed by the data, in `halves` of equal size.
@@ -55,8 +78,10 @@ class Window:
     Attributes:
         nbytes: of a half.
         data: uint8 by rank: the first half.
+        parts: uint8 by rank: all halves.
         after_acquire: called once, when the next "acquire" is enqueued, whichever user of the window does so: what
-            peers read beside the window may be written again from there on.
+            peers read beside the window may be written again from there on. By whether it belongs to the capture of a
+            CUDA graph: what does not waits for an "acquire" outside of captures, which enqueue nothing.
         writing: the use of launches that write the window.
     """
 
@@ -75,12 +100,13 @@ class Window:
         self._memory = memory
         self.peers = tuple(peer for peer in memory if peer != rank)
         first = pad_bytes(len(memory))
+        self.parts = {r: m[first:] for r, m in memory.items()}
         self.nbytes = (memory[rank].numel() - first) // halves
         self._halves = [
             {r: m[first + h * self.nbytes :][: self.nbytes] for r, m in memory.items()} for h in range(halves)
         ]
         self.data = self._halves[0]
-        self.after_acquire: Callable[[], None] | None = None
+        self.after_acquire: dict[bool, Callable[[], None]] = {}
         self.arrived, self.released = (self._channel(c) for c in range(len(_CHANNELS)))
         self._watch: Watch | None = None if watch is None else lambda late: watch(partial(self._ranks_of, late))
         self.writing = self._use(True)
@@ -106,6 +132,17 @@ class Window:
         if (dtype, pulls) not in self._reading:
             self._reading[dtype, pulls] = self._use(False, dtype, pulls)
         return self._reading[dtype, pulls]
+
+    def direct(self, dtype: torch.dtype) -> DirectUse:
+        """The use of launches that write directly into the parts that ranks announce, with outputs of a dtype."""
+        return DirectUse(self.released, self.arrived, self.nbytes, dtype, self._watch, self._programs)
+
+    def signals(self, limit: int) -> WindowSignals | None:
+        """What kernels take to signal in their own launches, as `signal` does; None where no kernels run. `limit`: of a
+        wait, from `wait_limit`."""
+        if self.arrived.cpu_path:
+            return None
+        return WindowSignals(self.released, self.arrived, limit, self.writing.programs, self._watch)
 
     def _use(self, writes: bool, dtype: torch.dtype | None = None, pulls: bool = False) -> WindowUse:
         return WindowUse(self.released, self.arrived, writes, self.nbytes, dtype, pulls, self._watch, self._programs)

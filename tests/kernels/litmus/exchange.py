@@ -24,7 +24,18 @@ from triton.runtime.jit import JITFunction
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import _NAMES, Specialisation, _as_compiled, _binder
 from shardweave.bench.suites.suite_host import Alone
-from shardweave.kernels import Failure, StridedBoxes, copy_boxes, copy_table, window_use
+from shardweave.kernels import (
+    Failure,
+    StridedBoxes,
+    WindowBarrier,
+    copy_boxes,
+    copy_table,
+    offer_rows,
+    receive_rows,
+    window_use,
+)
+from shardweave.kernels.tokens import offer_rows as offer_module
+from shardweave.kernels.tokens import receive_rows as receive_module
 from shardweave.planner import plan
 from shardweave.runtime.executor import copies
 from shardweave.runtime.executor.bind import BoundProgram
@@ -34,6 +45,7 @@ from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMe
 from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes
 
 _CPU = torch.device("cpu")
+_ROW = 2048  # bytes
 
 
 class Launch(NamedTuple):
@@ -161,8 +173,35 @@ class Ranks:
         return ranks
 
     @classmethod
+    def moving_rows(cls, calls: int, programs: int = 1) -> Ranks:
+        """Two ranks whose kernels signal as those of token dispatches: each copies rows to the other's window in
+        `programs` programs, with a barrier at the end, and reads and releases its own window in another launch."""
+        rows, ranks = 8 * programs, cls(pads=pad_bytes(2))
+        size = ranks.pads + rows * _ROW
+        ranks.memory = [{rank: torch.zeros(size, dtype=torch.uint8) for rank in range(2)}]
+        number = torch.tensor([rows], dtype=torch.int32)
+        for rank in range(2):
+            failure, of_rank = Failure(_CPU), list[tuple[int, Launch]]()
+            values, out = torch.zeros(2, rows, _ROW // 2, dtype=torch.bfloat16)
+            with recorded() as launches, pytest.MonkeyPatch.context() as patch:
+                for module in (offer_module, receive_module):  # what is recorded here is not loaded for others
+                    patch.setattr(module._launches, "_loaded", {})
+                window = Window(rank, ranks.memory[0], 0, failure, programs=programs)
+                signals = window.signals(1)
+                theirs, ours = (window.data[r].view(torch.bfloat16).view(rows, -1) for r in (1 - rank, rank))
+                for call in range(1, calls + 1):
+                    offer_rows(values, theirs, number, None, 0, 0, WindowBarrier(signals, 5))
+                    receive_rows(ours, out, number, None, None, signals)
+                    of_rank += [(call, launch) for launch in launches]
+                    launches.clear()
+            ranks.launches.append(of_rank)
+            ranks.errors.append(failure.error.data_ptr())
+            ranks.kept += [window, signals, values, out, number]
+        return ranks
+
+    @classmethod
     def taking_turns(cls, calls: int) -> Ranks:
-        """Two ranks that signal as token dispatches do: each writes the other's window, and reads its own one after a
+        """Two ranks that signal in launches of their own: each writes the other's window, and reads its own one after a
         barrier."""
         part, ranks = 4096, cls(pads=pad_bytes(2))
         ranks.memory = [{rank: torch.zeros(ranks.pads + part, dtype=torch.uint8) for rank in range(2)}]

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from variants import crossed
 
 import shardweave
 
@@ -126,8 +127,7 @@ def partial_pairs(rank: int, transport: str, every: int = 2) -> None:
                 assert equal(y.to_local(), held_by(reduced, target, mesh, {})), (dtype, op, source, target)
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@crossed("every, transport", [2, 1], TRANSPORTS, gate=lambda *of: of == (2, "process_group"))
 def test_partial_sources_match_the_reduced_tensor(transport: str, every: int) -> None:
     run_ranks(partial_pairs, 4, transport, every)
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
+from variants import crossed
 
 import shardweave
 from shardweave.errors import ArgumentError
@@ -80,8 +81,7 @@ def to_other_meshes(rank: int, transport: str, times: int = 1) -> int:
     return done
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.long)])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@crossed("times, transport", [1, 5], TRANSPORTS, gate=lambda *of: of == (1, "shared_memory"))
 def test_redistribute_to_other_meshes(transport: str, times: int) -> None:
     assert min(run_ranks(to_other_meshes, 4, transport, times)) == 100 * times
 
@@ -131,7 +131,7 @@ def strided(rank: int, transport: str) -> int:
     return done
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@crossed("transport", TRANSPORTS, gate=lambda transport: transport == "shared_memory")
 def test_strided_shards_of_views(transport: str) -> None:
     assert run_ranks(strided, 4, transport, environment={"SHARDWEAVE_TRANSPORT": transport}) == [120] * 4
 
@@ -151,8 +151,7 @@ def on_nodes(rank: int, transport: str, every: int = 2) -> int:
     return done
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@crossed("every, transport", [2, 1], TRANSPORTS, gate=lambda *of: of == (2, "process_group"))
 def test_topology_argument_on_real_ranks(transport: str, every: int) -> None:
     assert run_ranks(on_nodes, 4, transport, every) == [144 // every] * 4
 
@@ -190,7 +189,7 @@ def batches(rank: int, transport: str) -> int:
     return done
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@crossed("transport", TRANSPORTS, gate=lambda transport: transport == "process_group")
 def test_batches_on_real_ranks(transport: str) -> None:
     assert run_ranks(batches, 4, transport) == [270] * 4
 

@@ -174,9 +174,9 @@ def every_spec(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> 
 @pytest.mark.parametrize(
     ("sizes", "shape", "dtype"),
     [
-        ((2, 4), SHAPE, torch.float32),
+        pytest.param((2, 4), SHAPE, torch.float32, marks=pytest.mark.long),
         ((2, 4), (7, 3), torch.int64),
-        ((8, 1), (0, 5), torch.bfloat16),
+        pytest.param((8, 1), (0, 5), torch.bfloat16, marks=pytest.mark.long),
         ((1, 2), (9, 4), torch.quint8),
     ],
 )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rank_processes import end_ranks, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from variants import crossed
 
 import shardweave
 from shardweave.errors import ArgumentError
@@ -136,7 +137,7 @@ def every_redistribution(rank: int) -> int:
 
 @needs_spmd_types
 @pytest.mark.multi
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@crossed("transport", TRANSPORTS, gate=lambda transport: transport == "shared_memory")
 def test_every_pair_of_types(transport: str) -> None:
     assert run_ranks(every_redistribution, 4, environment={"SHARDWEAVE_TRANSPORT": transport}) == [294] * 4
 

@@ -124,7 +124,7 @@ def test_choose_algorithm_equal_on_all_members(case: Any) -> None:
 
 
 @pytest.mark.plan
-@pytest.mark.parametrize("backend", [None, "gloo", "nccl"])
+@pytest.mark.parametrize("backend", [None, pytest.param("gloo", marks=pytest.mark.long), "nccl"])
 def test_kernels_per_program(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
     call = copies.Copies.__call__

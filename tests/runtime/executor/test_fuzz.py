@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from variants import crossed
 
 import shardweave
 from shardweave.errors import UnsupportedError
@@ -322,7 +323,7 @@ def many_through_torch(rank: int, ranks: int, transport: str, first: int, count:
 
 
 @pytest.mark.plan
-@pytest.mark.parametrize("first", range(0, 500, 100))
+@crossed("first", range(0, 500, 100), gate=lambda first: first < 200)
 def test_random_redistributions_in_process(first: int) -> None:
     for seed in range(first, first + 100):
         check_in_process(drawn(seed))
@@ -343,7 +344,7 @@ def test_random_redistributions_of_real_ranks(transport: str) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@crossed("transport", ["shared_memory", "process_group"], gate=lambda transport: transport == "process_group")
 def test_random_redistributions_of_torch_dtensors(transport: str) -> None:
     for count, left in run_ranks(
         many_through_torch, 4, 4, transport, 0, 30, environment={"SHARDWEAVE_TRANSPORT": transport}

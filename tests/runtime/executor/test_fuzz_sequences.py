@@ -21,6 +21,7 @@ from test_agreement import environment_of, misfit, outcome
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from variants import crossed
 
 import shardweave
 from shardweave.errors import ArgumentError
@@ -234,7 +235,7 @@ def check_faults(ranks: int, transport: str, first: int, count: int, kinds: tupl
         assert not late or transport == "symmetric_memory" or "skip" in messages[0][0], (first + number, messages)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@crossed("transport", TRANSPORTS, gate=lambda transport: transport in ("shared_memory", "hierarchical"))
 def test_random_sequences(transport: str) -> None:
     ranks = 3 if transport != "hierarchical" else 5
     environment = environment_of(transport)

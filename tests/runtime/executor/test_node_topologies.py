@@ -17,6 +17,7 @@ import shardweave
 from shardweave.errors import ArgumentError
 from shardweave.planner import (
     NVLINK_INFINIBAND,
+    Exchange,
     Layout,
     Link,
     MachineFigures,
@@ -29,6 +30,8 @@ from shardweave.planner import (
     redistribute_cost,
 )
 from shardweave.planner.cost.step_cost import step_price
+from shardweave.planner.layouts.node_layout import parse_node_layout
+from shardweave.planner.layouts.nodes import RankNodes
 
 pytestmark = pytest.mark.plan
 
@@ -153,6 +156,56 @@ def test_many_random_nodes_receive_least(part: int) -> None:
                 check_least(*case, slack=0.3 if partial else 0.05)
 
 
+def over_least(seeds: range) -> list[float]:
+    """For random sums on uneven nodes: what the busiest node receives above the least, as a share of the tensor."""
+    over = []
+    for seed in seeds:
+        case = drawn(seed, "P", uneven=True)
+        if case is not None and "P" in case[2]:
+            program = plan(case[0], SHAPE, "float32", *case[2:], topology=without_latency(case[1]))
+            least = least_into_busiest_node(case[0], SHAPE, *case[2:], case[1])
+            over.append((max(into_nodes(program, case[1])) - least) / math.prod(SHAPE))
+    return over
+
+
+def check_over_least(over: list[float]) -> None:
+    """The bound allows sums to travel along any chain of nodes, and some cases are over it by up to a third of the
+    tensor: programs add each sum on one node, and prefer a plan that takes 10% less time to one that receives less. A
+    few are below it, where it does not count that a node may relay a sum of others."""
+    assert sum(x <= 0.05 for x in over) >= 0.85 * len(over), over
+    assert max(over) <= 0.34, over
+
+
+def test_random_sums_on_uneven_nodes_receive_least() -> None:
+    check_over_least(over_least(range(40)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(8))
+def test_many_random_sums_on_uneven_nodes_receive_least(part: int) -> None:
+    check_over_least(over_least(range(1000 + 150 * part, 1150 + 150 * part)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "source", "target", "least"),
+    [([0, 0, 1, 1, 1, 2], "P P", "R S0", 1.0), ([0, 0, 1, 2, 2, 2], "P S1", "R R", 1.0), ([0, 1, 1], "P", "R", 1.0)],
+)
+def test_weighted_shares(nodes: list[int], source: str, target: str, least: float) -> None:
+    mesh = (len(nodes),) if len(source) == 1 else (2, len(nodes) // 2)
+    program = plan(mesh, SHAPE, "float32", source, target, topology=without_latency(nodes))
+    assert max(into_nodes(program, nodes)) <= (least + 0.17) * math.prod(SHAPE), program.explain()
+    assert Program.from_json(program.to_json()).explain() == program.explain()
+
+
+@pytest.mark.parametrize("weights", ["1", "1,1,0", "0,0,0,0", "1,2,1,1", "1,1,1,1x", "1,1,1,99999999999"])
+def test_weights_that_are_none(weights: str) -> None:
+    """As many as positions, equal on a node, not all 0."""
+    mesh, nodes = Mesh((4,)), RankNodes([0, 0, 1, 2])
+    assert parse_node_layout("R | shares:1,1,2,0 S0 along 0", mesh, nodes) is not None
+    assert parse_node_layout(f"R | shares:{weights} S0 along 0", mesh, nodes) is None
+    assert parse_node_layout("R | node shares:1,1,1,1 S0 along 0", mesh, nodes) is None
+
+
 def check_values(case: Drawn, dtype: str, **how: object) -> Program:
     mesh, nodes, source, target = case
     random = Random(str(case))
@@ -170,6 +223,24 @@ def check_values(case: Drawn, dtype: str, **how: object) -> Program:
     for rank, (a, b) in enumerate(zip(got, wanted, strict=True)):
         torch.testing.assert_close(a, b, msg=lambda m: f"{case} {shape} rank {rank}\n{program.explain()}\n{m}")  # noqa: B023
     return program
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nodes", "source", "target"),
+    [
+        ((2, 3), [0, 0, 1, 1, 2, 2], "P R", "S0 R"),
+        ((2, 2), [0, 0, 0, 1], "P R", "S0 R"),
+        ((2, 2, 3), [i // 4 for i in range(12)], "S1 P R", "R S0 R"),
+        ((2, 3, 2), [0] * 10 + [1, 1], "R S1 P", "R S0 R"),
+    ],
+)
+def test_sums_beside_replicas(mesh: tuple[int, ...], nodes: list[int], source: str, target: str) -> None:
+    """Ranks receive from their group only, also where a rank of another group on their node holds the same."""
+    program = check_values((mesh, nodes, source, target), "float64")
+    for step in program.steps:
+        if isinstance(step, Exchange):
+            for row in step.boxes.rows():
+                assert {sender for sender in row.senders if sender >= 0} <= {*program.members(step, row.receiver)}
 
 
 HOW = [{}, {"one_sided": False, "backend": "gloo"}, {"one_sided": False, "backend": "gloo", "node_size": 2}]
@@ -192,7 +263,7 @@ def check_many_values(seeds: range) -> set[str]:
 
 
 def test_values_on_random_nodes(poison: None) -> None:  # noqa: F811
-    assert check_many_values(range(20)) == {"node sums", "node shares", "shares"}
+    assert check_many_values(range(24)) == {"node sums", "node shares", "shares"}
 
 
 @pytest.mark.long

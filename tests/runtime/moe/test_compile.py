@@ -198,7 +198,7 @@ def arguments_of_operators(**given_settings):
     [
         {},
         pytest.param({"one_sided": False}, marks=pytest.mark.long),
-        {"one_sided": False, "chunk_capacity": 3.0},
+        pytest.param({"one_sided": False, "chunk_capacity": 3.0}, marks=pytest.mark.long),
     ],
     ids=str,
 )

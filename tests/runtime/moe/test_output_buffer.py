@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import shardweave
+from shardweave.kernels import recorded_launches
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer import window
 from shardweave.runtime.statistics import stats
+from shardweave.runtime.transports import buffer_pool
 
 pytestmark = pytest.mark.multi
 BATCHED = {"layout": "batched", "expert_capacity": 7, "overflow": "drop"}
@@ -125,6 +130,89 @@ def misused(rank: int) -> None:
 
 def test_misuse_of_lent_buffers_costs_copies() -> None:
     run_ranks(misused, 3)
+
+
+@torch.no_grad()
+def only_one(rank: int) -> None:
+    """With one pooled buffer the received rows have it."""
+    d = shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 1}, transport="symmetric_memory")
+    pool, t = d.transfers[0]._pool, given(rank, 1)
+    routed = d.dispatch(t.x, t.ids, t.weights)
+    before = stats().copies.total()
+    out = routed.output_buffer()
+    assert pool.number(routed.x) == 0 and pool.number(out) is None and stats().copies.total() == before + 1
+    want = d.combine(routed.x * 2, routed)
+    assert torch.equal(d.combine(torch.mul(routed.x, 2, out=out), routed), want)
+
+
+def test_received_rows_take_the_only_buffer() -> None:
+    run_ranks(only_one, 2)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Buffers are taken and offered as in the capture of a CUDA graph; kernels run at once."""
+    with mock.patch.object(buffer_pool, "capturing", lambda _: True):
+        with mock.patch.object(window, "capturing", lambda _: True):
+            yield
+
+
+@torch.no_grad()
+def in_graphs(rank: int) -> None:
+    """A graph lends memory only if it has the dispatch, and does not free what an eager combine lent."""
+    d = shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 5}, transport="symmetric_memory")
+    pool, held, t = d.transfers[0]._pool, d.transfers[0]._window.after_acquire, given(rank, 1)
+    routed = d.dispatch(t.x, t.ids, t.weights)
+    want = d.combine(routed.x * 2, routed)
+    first, second = routed.output_buffer(), routed.output_buffer()
+    assert torch.equal(d.combine(torch.mul(routed.x, 2, out=first), routed), want)
+    lent = pool.number(first)
+    del first
+    assert [*held] == [False]
+    with capturing():
+        assert pool.number(routed.output_buffer()) is None and pool.lent(second) is None
+        assert torch.equal(d.combine(torch.mul(routed.x, 2, out=second), routed), want)
+        assert [*held] == [False] and lent not in pool._free, "peers may still read it: no wait is enqueued"
+        inside = d.dispatch(t.x, t.ids, t.weights)
+        of_graph = inside.output_buffer()
+        assert pool.lent(of_graph) is not None
+        assert torch.equal(d.combine(torch.mul(inside.x, 2, out=of_graph), inside), want)
+        assert {*held} == {False, True}
+        number = pool.number(of_graph)
+        del of_graph
+        again = inside.output_buffer()
+        assert pool.number(again) != number
+        assert torch.equal(d.combine(torch.mul(inside.x, 2, out=again), inside), want)
+        assert number in pool._of_graphs and lent not in pool._free
+    assert torch.equal(d.combine(routed.x * 2, routed), want)
+    assert not held and lent in pool._free
+
+
+def test_graphs_lend_buffers_behind_their_dispatch() -> None:
+    run_ranks(in_graphs, 2)
+
+
+@torch.no_grad()
+def replayed(rank: int) -> None:
+    """Experts and combine in a graph, replayed with other values."""
+    d = shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 3}, transport="symmetric_memory")
+    t = given(rank, 1)
+    routed = d.dispatch(t.x, t.ids, t.weights)
+    out = routed.output_buffer()
+    with capturing(), recorded_launches() as launches:
+        y = d.combine(out, routed)
+    assert [made.kernel.fn.__name__ for made in launches] == ["offer_rows_kernel", "combine_rows_kernel"]
+    for i in range(4):
+        torch.mul(routed.x, i, out=out)
+        for made in launches:
+            made.start(*made.arguments)
+        got = y.clone()
+        assert torch.equal(d.combine(routed.x * i, routed), got), i
+
+
+@pytest.mark.long
+def test_graph_of_experts_and_combine_is_replayed() -> None:
+    assert interpreted("test_output_buffer", "t.run_ranks(t.replayed, 2)") == "[None, None]"
 
 
 @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +53,7 @@ def poisoned() -> None:
     SharedMemoryTransport.empty = empty  # type: ignore[method-assign]
 
 
-def rounds_of(rank: int, transport: str, device: str = "cpu", rounds: int = ROUNDS, **more: int) -> list[bytes]:
+def rounds_of(rank: int, transport: str | None, device: str = "cpu", rounds: int = ROUNDS, **more: Any) -> list[bytes]:
     """Return a rank's results and gradients, after a first dispatch in inference mode."""
     with torch.inference_mode():
         dispatcher = TokenDispatcher(**SETTINGS, **more, device=device, transport=transport)
@@ -73,9 +75,11 @@ def rounds_of(rank: int, transport: str, device: str = "cpu", rounds: int = ROUN
     return collected
 
 
-def virtual_rounds(size: int, rounds: int = ROUNDS, device: str = "cpu") -> list[list[bytes]]:
-    """Return the results and gradients of all virtual ranks."""
-    d = VirtualTokenDispatcher(size, **SETTINGS, device=device)
+def virtual_rounds(
+    size: int, rounds: int = ROUNDS, device: str = "cpu", nodes: Sequence[int] | None = None
+) -> list[list[bytes]]:
+    """Return the results and gradients of all virtual ranks; with `nodes` on one level."""
+    d = VirtualTokenDispatcher(size, **SETTINGS, device=device, one_sided=nodes is None, nodes=nodes)
     collected: list[list[bytes]] = [[] for _ in range(size)]
     for i in (None, *range(rounds)):
         tokens = [to(given(rank, i or 0), device) for rank in range(size)]
@@ -150,7 +154,7 @@ def each_transport(rank: int) -> list[list]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("size", [1, 2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_processes_equal_virtual_ranks(size):
     torch.set_num_threads(1)
     by_rank, want = run_ranks(each_transport, size), virtual_rounds(size)

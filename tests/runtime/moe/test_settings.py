@@ -45,6 +45,9 @@ def one(**given) -> DispatchConfig:
         ({"layout": "ragged"}, "layout: 'ragged'"),
         ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'fixed'"),
         ({"splits": "host", "chunk_capacity": 3}, "chunk_capacity: 3 with splits='host'; allowed: None"),
+        ({"two_level": 1}, "two_level: 1; allowed: True, False, None"),
+        ({"two_level": True, "splits": "fixed"}, "two_level: True with chunks of fixed size; allowed: False, None"),
+        ({"nodes": [0, 1, 1]}, "nodes: of 3 ranks; allowed: one for each of 2"),
         ({"save": "all"}, "save: 'all'; allowed: 'buffer', 'redispatch', 'copy'"),
         ({"pooled_buffers": -1}, "pooled_buffers: -1; allowed: a whole number, 0 to 1024"),
         ({"num_sms": 0}, "num_sms: 0; allowed: a whole number, 1 to 1024"),
@@ -206,9 +209,15 @@ def test_memory_of_layers_with_windows(save: str, pooled: int) -> None:
 @pytest.mark.parametrize("one_sided", [True, False])
 def test_num_sms_limits_programs(one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
+
+    def rows_of(arguments: tuple[object, ...]) -> list[RowLaunch]:
+        return [a for a in arguments if isinstance(a, RowLaunch)]
+
     for module, name in ((push, "push_rows"), (sendrecv, "push_rows"), (base, "combine_rows")):
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, function=function: launches.append(a[-1]) or function(*a))
+        monkeypatch.setattr(
+            module, name, lambda *a, function=function, **b: launches.extend(rows_of(a)) or function(*a, **b)
+        )
     d = VirtualTokenDispatcher(
         2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, num_sms=20, one_sided=one_sided
     )
@@ -233,7 +242,7 @@ def test_splits_are_chosen_by_price() -> None:
 @pytest.mark.plan
 def test_settings_are_declared_alike() -> None:
     """The types for checkers, and torchtitan's config, follow DispatchConfig."""
-    settings = {f.name: f for f in dataclasses.fields(DispatchConfig) if f.init and f.name != "ranks"}
+    settings = {f.name: f for f in dataclasses.fields(DispatchConfig) if f.init and f.name not in ("ranks", "nodes")}
     tree = ast.parse(inspect.getsource(config_module))
     (declared,) = [node for node in ast.walk(tree) if getattr(node, "name", "") == "DispatchSettings"]
     types = {node.target.id: ast.unparse(node.annotation) for node in declared.body if isinstance(node, ast.AnnAssign)}
@@ -250,7 +259,8 @@ def test_settings_are_declared_alike() -> None:
 @pytest.mark.plan
 def test_config_is_stable_under_replace() -> None:
     for given in ({"align": 8}, {"capacity": 1.25, "align": 4}, {"layout": "batched", "expert_capacity": 3, "align": 4},
-                  {"splits": "fixed"}, {"chunk_capacity": 0.5}, {"expert_map": [[1, 0], [3, 2, 1]]}):  # fmt: skip
+                  {"splits": "fixed"}, {"nodes": ["b", "a"], "two_level": True},
+                  {"chunk_capacity": 0.5}, {"expert_map": [[1, 0], [3, 2, 1]]}):  # fmt: skip
         config = one(**given)
         assert dataclasses.replace(config) == config
         assert dataclasses.replace(config).fingerprint(3) == config.fingerprint(3)

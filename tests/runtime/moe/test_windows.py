@@ -106,7 +106,8 @@ def test_dispatchers_share_a_window_beside_redistributions() -> None:
 def test_ranks_on_several_nodes_send_chunks() -> None:
     nodes = {"SHARDWEAVE_NODE_SIZE": "2"}
     collected = run_ranks(combined, 4, "symmetric_memory", "hierarchical symmetric_memory", environment=nodes)
-    assert collected == run_ranks(combined, 4, "shared_memory", "shared_memory")
+    # Sums are rounded for each node, as on a transport that uses shared memory there.
+    assert collected == run_ranks(combined, 4, "hierarchical", "hierarchical", environment=nodes)
 
 
 def many_at_once(rank: int, pooled_buffers: int) -> int:

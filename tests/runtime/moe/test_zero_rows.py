@@ -137,7 +137,7 @@ def test_weight_gradients_with_zero_rows(ranks: int, algorithm: str, weighted: b
             assert_near(sum(g.double() for g in results), wanted, dtype, "dparameter")
 
 
-@pytest.mark.parametrize("ranks, algorithm", [(2, "pushed"), (3, "copy of chunks")])
+@pytest.mark.parametrize("ranks, algorithm", [pytest.param(2, "pushed", marks=pytest.mark.long), (3, "copy of chunks")])
 def test_weight_gradients_with_zero_rows_compiled(ranks: int, algorithm: str) -> None:
     d = VirtualTokenDispatcher(ranks, **{**SETTINGS, **ALGORITHMS[algorithm]})
     tokens, experts = rounds(ranks, 0), [Gated(torch.float32) for _ in range(ranks)]

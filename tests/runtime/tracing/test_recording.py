@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,10 @@ def test_recorded_redistributions_of_a_program(tmp_path: Path, installed: bool) 
     run_ranks(program, 4, str(tmp_path / "trace.json"), installed)
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == [f"trace.rank{r}.json" for r in range(4)]
-    trace = merge_traces([Trace.read(file) for file in files])
+    traces = [Trace.read(file) for file in files]
+    assert set.intersection(*(set(of_rank.sessions) for of_rank in traces))
+    apart = [replace(of_rank, alive=(3600.0 * i, 3600.0 * i + 9)) for i, of_rank in enumerate(traces)]
+    trace = merge_traces(apart)
     assert trace.world_size == 4 and trace.ranks == (0, 1, 2, 3) and not trace.left_out
     by_layouts = {(e.source, e.target, "backward" in e.where): (e, cost) for e, cost in trace.heaviest_first()}
     entry, cost = by_layouts["S0 S1", "S1 S0", False]
@@ -188,7 +192,7 @@ def test_trace_names_the_exception(tmp_path: Path, error: BaseException | None, 
 ENTRY = Entry(
     Mesh((2, 2), ranks=[3, 1, 2, 0]), Mesh((2,), ("x",)), (4, 0), "bfloat16", "S0/2 S0", "P", "a.py:1 f", True
 )
-TRACE = Trace("2.13.0", 4, (1,), {ENTRY: Cost(2, 7)}, {"symbolic shapes": 1}, (1000.25, 1001.5))
+TRACE = Trace("2.13.0", 4, (1,), {ENTRY: Cost(2, 7)}, {"symbolic shapes": 1}, (1000.25, 1001.5), None, ("a1", "b2"))
 
 
 @pytest.mark.plan
@@ -223,8 +227,28 @@ def test_traces_of_different_runs_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"rank 3 was written at \d{4}-.*, and the process of rank 1 began"):
         merge_traces([of(0, 50, 60), of(1, 51, 60), of(2, 50, 70), of(3, 10, 49)])
     merge_traces([of(0, 50, 60), of(1, 59, 80)])
+    with pytest.raises(ArgumentError, match="by the clocks of their machines, since they have no call"):
+        merge_traces([of(0, 50, 60), of(1, 61, 80)])
     with pytest.raises(ArgumentError, match="traces: none; allowed: one or more"):
         merge_traces([])
+
+
+@pytest.mark.plan
+def test_ranks_that_met_are_of_one_run_whatever_their_clocks_say() -> None:
+    def of(rank: int, began: float, *sessions: str) -> Trace:
+        return Trace("2.13.0", 5, (rank,), {}, {}, (began, began + 10), None, sessions)
+
+    chain = [of(0, 50, "a"), of(1, 3650, "b"), of(2, 7250, "b", "a"), of(3, 10, "a")]
+    for order in (chain, chain[::-1]):
+        merged = merge_traces(order)
+        assert merged.ranks == (0, 1, 2, 3) and merged.sessions == ("a", "b")
+        assert merge_traces([merged, of(4, 1e6, "b")]).ranks == (0, 1, 2, 3, 4)
+        with pytest.raises(ArgumentError, match="they have no call"):
+            merge_traces([*order, of(4, 50, "c")])
+        with pytest.raises(ArgumentError, match="they have no call"):
+            merge_traces([*order, of(4, 50)])
+    with pytest.raises(ArgumentError, match="rank 0 was written .* process of rank 2"):
+        merge_traces([of(0, 50), of(1, 55), of(2, 61)])
 
 
 @pytest.mark.plan
@@ -314,6 +338,7 @@ def changed(**changes: Any) -> str:
         ),
         (changed(fsdp=None), "not a valid trace"),
         (changed(ended=1), "ended: 1"),
+        (changed(sessions=[1]), r"sessions: \[1\]"),
         (changed(calls=10**400), "is not a whole number from 0 to 2"),
         (changed(world_size=10**9), "world_size 1000000000; allowed: up to 16777216"),
         (changed(shape=[1 << 40, 1 << 40]), r"more than 2\*\*58 elements"),

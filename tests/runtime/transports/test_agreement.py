@@ -159,9 +159,7 @@ def test_calls_in_different_order_raise_with_descriptions(transport: str, known:
         assert texts, outcomes
         for text in texts:
             assert "float32[8, 6]" in text and "int32[8, 6]" in text, text
-            # On several nodes the mesh dim is split into nodes and ranks of a node.
-            change = "S0 S0 → R R" if transport == "hierarchical" and ranks == 4 else "S0 → R"
-            assert f"call {3 if known else 1} of ranks {tuple(range(ranks))}: {change} " in text, text
+            assert f"call {3 if known else 1} of ranks {tuple(range(ranks))}: S0 → R " in text, text
 
 
 def groups_in_another_order(rank: int, transport: str) -> list[str]:
@@ -212,7 +210,7 @@ def overlapping_batch(rank: int, transport: str, ranks: int) -> bool:
     return _gathered(all_ranks, transport).equal(whole)
 
 
-@crossed("ranks, transport", [4, 5, 6], TRANSPORTS, gate=lambda ranks, transport: ranks == 5 or transport == TWO_SIDED)
+@crossed("ranks, transport", [4, 5, 6], TRANSPORTS, gate=lambda ranks, transport: ranks == 5)
 def test_batch_of_overlapping_groups_with_bystanders(transport: str, ranks: int) -> None:
     assert all(run_ranks(overlapping_batch, ranks, transport, ranks, environment=environment_of(transport)))
 
@@ -301,9 +299,10 @@ def test_batch_on_two_devices_raises_on_all_ranks(transport: str) -> None:
     assert first[:2] == ["right", "ArgumentError: dtensors[1]: device meta; allowed: that of the others, cpu"]
     assert "right" not in first[2:] and "wrong" not in first, first
     for outcomes in others:
-        assert outcomes[0] == "right" and outcomes[1].startswith(("DisagreementError", "PeerError")), (
-            outcomes
-        )  # of one that failed
+        # On symmetric memory ranks may be one call apart: a peer that fails in its next call ends this one too.
+        ends = ("right", "PeerError: ") if transport == "symmetric_memory" else "right"
+        assert outcomes[0].startswith(ends), outcomes
+        assert outcomes[1].startswith(("DisagreementError", "PeerError")), outcomes  # of one that failed
         assert "right" not in outcomes[2:], outcomes
     assert any("refused its arguments" in outcomes[1] for outcomes in others), others
 

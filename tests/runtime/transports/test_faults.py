@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import pytest
 import torch
+from dead_segments import segments_of_the_dead
 from rank_processes import end_ranks, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -156,43 +156,12 @@ def test_failure_between_barriers_raises_on_peers() -> None:
     assert time.monotonic() - start < 30
 
 
-def two_threads(rank: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
-    d = distribute_tensor(torch.arange(64.0), mesh, [Shard(0)])
-    shardweave.redistribute(d, [Replicate()])
-    ends: list[str] = []
-
-    def many() -> None:
-        try:
-            for _ in range(2000):
-                shardweave.redistribute(d, [Replicate()])
-        except shardweave.TransportError as error:
-            ends.append(str(error))
-
-    threads = [threading.Thread(target=many) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return ends
-
-
-def test_two_concurrent_threads_raise() -> None:
-    ends = run_ranks(two_threads, 2, environment={"SHARDWEAVE_TIMEOUT": "20"})
-    assert all(ends) and any("two threads" in text for rank in ends for text in rank)
-
-
-def named_segments() -> set[str]:
-    """Without the semaphores of multiprocessing, which other processes make and remove at any time."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
-
-
 @pytest.mark.parametrize("kind", ["anonymous", "named"])
 def test_shared_memory_segments_are_removed(kind: str) -> None:
-    before = named_segments()
+    before = segments_of_the_dead()
     ends = end_ranks(die_or_wait, 4, "killed", environment={"SHARDWEAVE_SEGMENTS": kind}, timeout=60)
     assert all(end.error == "PeerError" for r, end in enumerate(ends) if r != 1)
-    assert named_segments() - before == set()
+    assert segments_of_the_dead() - before == set()
 
 
 def use_named_segments(rank: int) -> int:
@@ -205,9 +174,9 @@ def use_named_segments(rank: int) -> int:
 
 
 def test_named_segments_work_and_are_removed_at_exit() -> None:
-    before = named_segments()
+    before = segments_of_the_dead()
     assert all(named >= 2 for named in run_ranks(use_named_segments, 4, environment={"SHARDWEAVE_SEGMENTS": "named"}))
-    assert named_segments() - before == set()
+    assert segments_of_the_dead() - before == set()
 
 
 def ask_for_unknown_segments(rank: int) -> None:

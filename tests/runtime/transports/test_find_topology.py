@@ -21,6 +21,7 @@ import shardweave
 from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import MachineFigures, found_topology
 from shardweave.runtime.transports import machine_figures, select
+from shardweave.runtime.transports import nvlink_domain as nvlink_domain_module
 from shardweave.runtime.transports.calibration_cache import (
     calibration_file,
     keep_calibration,
@@ -53,6 +54,9 @@ def on_hosts(rank: int, hosts: str, folder: str) -> tuple[Any, ...]:
         replicated = distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None)
         shardweave.redistribute(replicated, [Shard(0)])
         assert not select.current_transports()._topologies
+        request: Any = (240, 256), "float32", "S0", "R"
+        assert shardweave.plan(mesh, *request).topology is None
+        one_node = shardweave.redistribute_cost(mesh, *request)
         texts = []
         sharded = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         terms = DTensor.from_local(whole.clone(), mesh, [Partial()], run_check=False)
@@ -64,6 +68,15 @@ def on_hosts(rank: int, hosts: str, folder: str) -> tuple[Any, ...]:
                 assert torch.equal(out.to_local(), wanted.to_local())
             texts.append(shardweave.explain(given, [target]))
         topology = select.current_transports().find_topology(tuple(range(len(hosts))), CPU)
+        if topology is not None:
+            planned = shardweave.plan(mesh, *request)
+            assert planned.topology == topology and "\n  topology found: calibrated on" in planned.explain()
+            cost = shardweave.redistribute_cost(mesh, *request)
+            assert cost == shardweave.redistribute_cost(mesh, *request, topology) > one_node
+            assert shardweave.redistribute_cost(mesh, *request, shardweave.NVLINK_NODE) == one_node
+        # Ranks that are not on the mesh's machines, ranks that have not met, and no ranks at all.
+        for unknown in (DeviceMesh("cpu", [0, 1]), (len(hosts),), shardweave.Mesh((len(hosts),))):
+            assert shardweave.plan(unknown, *request).topology is None
         return topology, None if topology is None else topology.origin, texts
 
 
@@ -76,7 +89,7 @@ def test_ranks_of_uneven_hosts_find_same_topology(hosts: str, tmp_path: Path) ->
         # The figures of the first rank that has any, of the first ranks of the hosts.
         assert topology.call_us == 1.0
         assert "calibrated on cpu" in origin
-        assert all(text.splitlines()[-1].startswith("  topology found: calibrated on cpu") for text in texts)
+        assert all("\n  topology found: calibrated on cpu" in text for text in texts)
 
 
 @pytest.mark.multi
@@ -121,6 +134,66 @@ def after_prepare(rank: int) -> str:
 def test_prepare_finds_topology() -> None:
     environment = {"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "30"}
     assert "\n  topology found: " in run_ranks(after_prepare, 3, environment=environment)[0]
+
+
+def in_domains(rank: int, hosts: str, domains: str) -> Any:
+    """The nodes of the topology for GPUs, whose NVLink domains are named by a letter each."""
+    gpu = torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(select, "machine_name", lambda: f"host-{hosts[rank]}")
+        monkeypatch.setattr(select, "machine_figures", lambda device: MachineFigures("GB200", "RDMA", 4))
+        monkeypatch.setattr(select, "nvlink_domain", lambda device: domains[rank].strip() or None)
+        topology = select.current_transports().find_topology(tuple(range(len(hosts))), gpu)
+        dist.barrier()
+    return None if topology is None else [topology.node_of(r) for r in range(len(hosts))]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("hosts", "domains", "nodes"),
+    [("abcd", "xxyy", [0, 0, 1, 1]),
+     pytest.param("abcd", "xyxy", [0, 1, 0, 1], marks=pytest.mark.long),
+     pytest.param("abc", "xxx", None, marks=pytest.mark.long),
+     pytest.param("abb", "   ", [0, 1, 1], marks=pytest.mark.long),
+     pytest.param("abcc", "xx  ", [0, 0, 1, 1], marks=pytest.mark.long)],
+)  # fmt: skip
+def test_machines_that_nvlink_connects_are_one_node(hosts: str, domains: str, nodes: list[int] | None) -> None:
+    assert run_ranks(in_domains, len(hosts), hosts, domains) == [nodes] * len(hosts)
+
+
+class Library:
+    """A stand-in for NVML."""
+
+    def __init__(self, state: int = 3, status: int = 0, error: int = 0, cluster: int = 7) -> None:
+        self.state, self.status, self.error, self.cluster, self.open = state, status, error, cluster, 0
+
+    def nvmlInit_v2(self) -> int:
+        self.open += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        assert uuid.startswith(b"GPU-")
+        return 0
+
+    def nvmlDeviceGetGpuFabricInfo(self, handle: Any, info: Any) -> int:
+        info._obj.cluster_uuid[:] = [self.cluster] * 16
+        info._obj.state, info._obj.status, info._obj.clique_id = self.state, self.status, 5
+        return self.error
+
+
+@pytest.mark.plan
+def test_nvlink_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = Library()
+    assert nvlink_domain_module._domain_of(joined, "GPU-1") == "07" * 16 + ".5" and joined.open == 0
+    for without in (Library(state=2), Library(status=9), Library(error=3), Library(cluster=0)):
+        assert nvlink_domain_module._domain_of(without, "GPU-1") is None and without.open == 0
+    assert nvlink_domain_module.nvlink_domain(CPU) is None
+    monkeypatch.setattr(nvlink_domain_module, "_LIBRARY", "no such library")
+    assert nvlink_domain_module.nvlink_domain(torch.device("cuda", 0)) is None
 
 
 @pytest.mark.plan

@@ -20,6 +20,8 @@ from shardweave.runtime.transports.shared_memory.allocator import allocators, bl
 pytestmark = pytest.mark.multi
 
 MIB = 1 << 20
+# How paths of shared memory begin. A clone, with its libraries, may lie in a folder of the same name.
+OURS = ("/memfd:shardweave", "/dev/shm/shardweave")
 
 
 def pool_pages() -> int:
@@ -33,9 +35,10 @@ def left() -> tuple[int, int, int]:
     descriptors = 0
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            descriptors += "shardweave" in os.readlink(f"/proc/self/fd/{number}")
+            descriptors += os.readlink(f"/proc/self/fd/{number}").startswith(OURS)
     with open("/proc/self/maps") as file:
-        ranges = [line.split()[0].split("-") for line in file if "shardweave" in line]
+        lines = [line.split(maxsplit=5) for line in file]
+    ranges = [fields[0].split("-") for fields in lines if fields[5:] and fields[5].startswith(OURS)]
     return descriptors, len(ranges), sum(int(stop, 16) - int(start, 16) for start, stop in ranges)
 
 
@@ -94,7 +97,7 @@ def random_lengths(rank: int, size: int, limit: int) -> tuple[int, int]:
     ("kind", "size", "limit"),
     [
         ("anonymous", 2, 0),
-        ("named", 3, 3 * MIB),
+        pytest.param("named", 3, 3 * MIB, marks=pytest.mark.long),
         pytest.param("anonymous", 5, MIB, marks=pytest.mark.long),
         pytest.param("named", 4, 0, marks=pytest.mark.long),
     ],
@@ -107,6 +110,9 @@ def test_random_lengths_stay_within_limit(kind: str, size: int, limit: int) -> N
 
 def group_anew(life: int, store: dist.Store, rank: int, size: int) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore(f"life {life}", store), rank=rank, world_size=size)
+    # A rank must not exit, or end the group, while others still connect to it.
+    store.set(f"life {life} joined/{rank}", "")
+    store.wait([f"life {life} joined/{other}" for other in range(size)])
 
 
 def many_lives(rank: int, size: int, transport: str, lives: int) -> None:
@@ -120,7 +126,7 @@ def many_lives(rank: int, size: int, transport: str, lives: int) -> None:
         for _ in range(2):  # the last one is not awaited
             later = shardweave.redistribute(rows_of(mesh, 10, 1.0), [Replicate()], transport=transport, async_op=True)
         del later, whole
-        assert is_right(y, 300, life + 1.0) and left()[0] > 0
+        assert is_right(y, 300, life + 1.0) and min(left()) > 0
         dist.barrier()
         dist.destroy_process_group()
         gc.collect()
@@ -137,7 +143,7 @@ def many_lives(rank: int, size: int, transport: str, lives: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "transport", "lives"),
     [
-        ("anonymous", "shared_memory", 20),
+        ("anonymous", "shared_memory", 6),
         ("named", "shared_memory", 4),
         ("named", "symmetric_memory", 4),
         ("anonymous", "hierarchical", 3),

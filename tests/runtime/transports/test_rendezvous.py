@@ -229,7 +229,7 @@ def test_finished_wait_deletes_no_store_key() -> None:
     state = other.read_waiting(0)
     assert state is not None and state[0].description == "a"
     one.clear_waiting()
-    assert other.store.check(["waiting/0"]) and other.read_waiting(0) is None
+    assert other.bounded_store.run(lambda store: store.check(["waiting/0"]), 5.0) and other.read_waiting(0) is None
 
 
 class Silent(dist.HashStore):

@@ -13,6 +13,7 @@ import torch
 from shardweave.runtime.executor.async_work import AsyncRun
 from shardweave.runtime.executor.call import Call
 from shardweave.runtime.transports.buffer_pool import BufferPool
+from shardweave.runtime.transports.call_lock import CallLock
 from shardweave.runtime.transports.streams import StreamOrder, captured, current_stream, order_on
 
 pytestmark = pytest.mark.plan
@@ -119,7 +120,12 @@ def test_async_run_finishes_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> No
     started = run()
     started.send(None)
     transport: Any = SimpleNamespace(
-        busy=False, pending=None, fail=None, answer=None, rendezvous=SimpleNamespace(call=None)
+        busy=False,
+        pending=None,
+        fail=None,
+        answer=None,
+        error=None,
+        rendezvous=SimpleNamespace(call=None, lock=CallLock(0, 5.0, str)),
     )
     kind: Any = SimpleNamespace(milliseconds=0.0)
     output: Any = Output(cuda)
@@ -149,7 +155,7 @@ def test_captured_call_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     transport: Any = SimpleNamespace(
         name="shared_memory", pending=None, error=None, busy=False, fail=print, answer=None,
-        rendezvous=SimpleNamespace(begin=lambda *call: None),
+        rendezvous=SimpleNamespace(begin=lambda *call: None, lock=CallLock(0, 5.0, str)),
     )  # fmt: skip
     call = Call(bound, transport, (0, 1))
     for cuda.capturing in (False, True):

@@ -34,7 +34,7 @@ from shardweave.runtime.transports.backend_limits import Rates
 from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.streams import SideStream
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
-from shardweave.runtime.transports.symmetric_memory.window import pad_bytes, window_size
+from shardweave.runtime.transports.symmetric_memory.window import pad_bytes, padding_of_pieces, window_size
 
 pytestmark = pytest.mark.multi
 DIRECTIONS = ["push", "pull"]
@@ -435,7 +435,7 @@ def bound_once(rank: int) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
 
 
 def test_steps_of_group_share_windows() -> None:
-    assert run_ranks(bound_once, 4) == [(1, [((0, 1, 2, 3), 1 << 16)])] * 4
+    assert run_ranks(bound_once, 4) == [(1, [((0, 1, 2, 3), (1 << 16) + 256)])] * 4
 
 
 def prepared(rank: int) -> list[tuple[tuple[int, ...], int]]:
@@ -459,8 +459,9 @@ def prepared(rank: int) -> list[tuple[tuple[int, ...], int]]:
 
 def test_prepare_allocates_windows_of_all_groups() -> None:
     ends = run_ranks(prepared, 4)
-    assert ends[2] == [((0, 2), 1 << 17), ((2, 3), 1 << 17), ((0, 1, 2, 3), 1 << 17)]
-    assert ends[1] == [((1, 3), 1 << 17), ((0, 1), 1 << 17), ((0, 1, 2, 3), 1 << 17)]
+    nbytes = (1 << 17) + padding_of_pieces(4)
+    assert ends[2] == [((0, 2), nbytes), ((2, 3), nbytes), ((0, 1, 2, 3), nbytes)]
+    assert ends[1] == [((1, 3), nbytes), ((0, 1), nbytes), ((0, 1, 2, 3), nbytes)]
 
 
 def growing(rank: int) -> list[int]:
@@ -485,18 +486,19 @@ def test_window_sizes() -> None:
     assert [window_size(n) for n in (0, 1, 1 << 16, (1 << 16) + 1, 3 << 20)] == [1 << 16] * 3 + [1 << 17, 4 << 20]
     assert [window_size(n, exact=True) for n in (0, 1 << 16, (1 << 16) + 1)] == [1 << 16, 1 << 16, (1 << 16) + 256]
     assert [pad_bytes(n) for n in (2, 4, 5, 8, 9)] == [256, 256, 256, 512, 512]
+    assert [padding_of_pieces(n) for n in (2, 16, 17)] == [256, 256, 512]
 
 
 def chosen(rank: int) -> str:
     mesh = init_device_mesh("cpu", (4,))
     gathered = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
     text = shardweave.explain(gathered, [Replicate()], transport="symmetric_memory")
-    assert "by pull: windows of 40 B, 160 B for push" in text and "on transport symmetric_memory: requested" in text, (
+    assert "by pull: windows of 40 B, 144 B for push" in text and "on transport symmetric_memory: requested" in text, (
         text
     )
     summed = DTensor.from_local(torch.ones(8, 5), mesh, [Partial()], run_check=False)
     text = shardweave.explain(summed, [Shard(0)], transport="symmetric_memory")
-    assert "by push: windows of 120 B, 160 B for pull" in text, text
+    assert "by push: windows of 144 B, 160 B for pull" in text, text
     return os.environ["SHARDWEAVE_TRANSPORT"]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,7 +20,8 @@ import shardweave
 from shardweave.kernels import Failure
 from shardweave.kernels.tiling import PROCESSORS
 from shardweave.kernels.window_use import waiting_programs
-from shardweave.runtime.environment import requested_sms
+from shardweave.runtime.bounded_store import BoundedStore
+from shardweave.runtime.environment import num_sms, requested_sms
 from shardweave.runtime.transports.symmetric_memory.memory import (
     TorchSymmetricMemory,
     _RenumberedStore,
@@ -65,7 +68,7 @@ def test_rendezvous_with_different_counters(counters: tuple[tuple[int, int], ...
     def rendezvous(rank: int) -> list[list[str]]:
         exchange, found = Counting(*counters[rank]), []
         # As torch's C++ code calls it.
-        own = _RenumberedStore(dist.PrefixStore("one", memory))
+        own = _RenumberedStore(BoundedStore(memory), "one", 20.0)
         store = dist.PrefixStore("torch", own)
         for number, prefix in enumerate(["CUDASymmetricMemory", "Other", "CUDASymmetricMemory", "Other", "Other"]):
             found.append(exchange.all_gather(store, rank, 3, prefix, f"{rank} says {number}"))
@@ -79,12 +82,30 @@ def test_rendezvous_with_different_counters(counters: tuple[tuple[int, int], ...
 
 def test_other_keys_are_unchanged() -> None:
     inner = dist.HashStore()
-    store = _RenumberedStore(inner)
+    store = _RenumberedStore(BoundedStore(inner), "of", 5.0)
     for key in ("plain", "two/parts", "a/b/c"):
         store.set(key, "1")
-        assert inner.get(key) == store.get(key) == b"1" and store.check([key])
-    assert store.add("n/7/x", 2) == 2 and store.add("n/7/x", 2) == inner.add("n/0/x", 0) == 4
-    assert store.delete_key("n/7/x") and not inner.check(["n/0/x"])
+        assert inner.get(f"of/{key}") == store.get(key) == b"1" and store.check([key])
+    assert store.add("n/7/x", 2) == 2 and store.add("n/7/x", 2) == inner.add("of/n/0/x", 0) == 4
+    assert store.delete_key("n/7/x") and not inner.check(["of/n/0/x"])
+
+
+def test_rendezvous_ends_in_time() -> None:
+    """A peer that never writes, and a store that never answers."""
+
+    class Silent(dist.Store):
+        def check(self, keys: list[str]) -> bool:
+            return ended.wait(20)
+
+    ended = threading.Event()
+    for inner, why in ((dist.HashStore(), "not written within 0.1 s: of/n/0/1"), (Silent(), "did not answer within")):
+        own = _RenumberedStore(BoundedStore(inner), "of", 0.1)
+        store = dist.PrefixStore("n", own)  # calls it as torch's C++ does
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=why):
+            store.get("3/1")
+        assert time.monotonic() - start < 10
+    ended.set()
 
 
 def test_group_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +123,7 @@ def test_group_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake = SimpleNamespace(rendezvous=rendezvous)
     monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
-    provider = TorchSymmetricMemory(dist.HashStore(), 5, torch.device("cuda", 0))
+    provider = TorchSymmetricMemory(BoundedStore(dist.HashStore()), 5, torch.device("cuda", 0), 5.0)
     for name in ("one", "two"):
         results = provider.join(own, {2: "", 5: "", 6: ""}, name)
         assert list(results) == [2, 5, 6] and results[5] is own and results[6] == (2, (16,))
@@ -140,6 +161,19 @@ def test_programs_of_windows(given: str | None, programs: int, monkeypatch: pyte
     assert window.writing.stride == window.nbytes == (4096 - pad_bytes(2)) // 2
 
 
+def test_number_of_sms_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument comes before the variable; a GPU has to have as many."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr("shardweave.runtime.environment.processors_of", lambda device: 132)
+    assert num_sms(gpu) is None and num_sms(gpu, 132) == 132 and num_sms(torch.device("cpu"), 133) == 133
+    with pytest.raises(shardweave.ArgumentError, match="num_sms: 133; allowed: 1 to 132, the SMs of cuda:0"):
+        num_sms(gpu, 133)
+    monkeypatch.setenv("SHARDWEAVE_NUM_SMS", "200")
+    assert num_sms(gpu, 7) == 7 and num_sms(torch.device("cpu")) == 200
+    with pytest.raises(shardweave.ArgumentError, match="SHARDWEAVE_NUM_SMS: 200; allowed: 1 to 132"):
+        num_sms(gpu)
+
+
 @pytest.mark.parametrize("given", ["0", "-1", "half", "1.5"])
 def test_wrong_number_of_sms(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_NUM_SMS", given)
@@ -161,7 +195,7 @@ def test_no_multicast_objects(given: str | None, monkeypatch: pytest.MonkeyPatch
 
     fake = SimpleNamespace(rendezvous=rendezvous)
     monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
-    provider = TorchSymmetricMemory(dist.HashStore(), 0, torch.device("cuda", 0))
+    provider = TorchSymmetricMemory(BoundedStore(dist.HashStore()), 0, torch.device("cuda", 0), 5.0)
     with pytest.raises(shardweave.TransportError, match=r"ranks \(0, 1\): of torch"):
         provider.join(torch.zeros(16, dtype=torch.uint8), {0: "", 1: ""}, f"multicast {given}")
     assert seen == ["1"] and os.environ.get(name) == given

@@ -1,0 +1,95 @@
+"""RepeatedDispatch: the launches of a dispatch through a window, made again for another dispatch of the same shapes.
+
+Most of the host's time for a launch goes into checks, alignments and constants, which depend on shapes alone. What the
+first dispatch allocated between its launches serves all that follow: they are ordered by one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...errors import UnsupportedError
+from ..launch import LaunchMade, RepeatedLaunch
+from .count_pairs import count_few_pairs_kernel, place_rows_kernel
+from .group_rows import Groups
+from .push_rows import push_rows_kernel
+from .receive_rows import receive_rows_kernel
+from .rows import TokenRows
+from .window_signals import WindowSignals
+
+# The parameters that take numbers of a call: addresses of its tokens and of the received rows, the word to share.
+_NUMBERS = {
+    count_few_pairs_kernel: (None, None, "word"),
+    place_rows_kernel: (None, None, "word"),
+    push_rows_kernel: ("x", None, None),
+    receive_rows_kernel: (None, "target", None),
+}
+
+
+class RepeatedDispatch:
+    """The dispatch that `launches` made: counts, routes, pushes and receives rows.
+
+    Args:
+        launches: from `recorded_launches`.
+        signals: of the window.
+        ids, weights: the arguments, of which no copies were made.
+        weights_out: float32 [R], where received weights are copied to.
+        groups, rows, matrix: the results.
+
+    Raises:
+        UnsupportedError: the launches do not take one of these tensors.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[LaunchMade],
+        signals: WindowSignals,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        weights_out: torch.Tensor,
+        groups: Groups,
+        rows: TokenRows,
+        matrix: torch.Tensor,
+    ) -> None:
+        results = *groups, rows.key, rows.row, matrix
+        nothing = None, None, None
+        self._launches = [
+            RepeatedLaunch(made, (ids, weights, weights_out, *results, *_NUMBERS.get(made.kernel, nothing)))
+            for made in launches
+        ]
+        values = 3 + len(results) + len(nothing)
+        if set[int]().union(*(launch.replaced for launch in self._launches)) != set(range(values)):
+            raise UnsupportedError("the launches of this dispatch cannot be made again: arguments were copied")
+        *self._counting, self._route, self._push, self._receive = self._launches
+        self._signals = signals
+        self._new = [(result.new_empty(0), result.shape) for result in results]
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, weights_out: torch.Tensor,
+        word: int,
+    ) -> tuple[Groups, TokenRows, torch.Tensor]:  # fmt: skip
+        """Dispatch, and return the results.
+
+        Args:
+            x, ids, weights, out, weights_out: of the shapes, dtypes, strides and alignments of the first dispatch.
+            word: as `CountShare.word`.
+        """
+        results = [like.new_empty(shape) for like, shape in self._new]
+        values: list[torch.Tensor | int] = [ids, weights, weights_out, *results, x.data_ptr(), out.data_ptr(), word]
+        for launch in self._counting[:-1]:
+            launch(values)
+        if self._signals.watches:
+            with self._signals.watched(acquires=True):
+                self._counting[-1](values)
+            self._route(values)
+            with self._signals.watched(acquires=False):
+                self._push(values)
+        else:
+            self._counting[-1](values)
+            self._route(values)
+            self._push(values)
+        self._receive(values)
+        *groups, key, row, matrix = results
+        return Groups(*groups), TokenRows(key, row), matrix

@@ -1,0 +1,47 @@
+"""NodeRanks: which ranks share a node, the order in which their results are summed, and who forwards whose tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+
+class NodeRanks:
+    """The ranks of each node, all counted from 0 to W - 1.
+
+    Args:
+        nodes: the node of each rank, numbered from 0 in order of their first ranks.
+
+    Attributes:
+        members: the ranks of each node, ascending.
+        order: all ranks, node by node: the order in which their results are summed.
+    """
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        self.nodes = tuple(nodes)
+        self.members: list[list[int]] = [[] for _ in range(max(nodes) + 1)]
+        for rank, node in enumerate(nodes):
+            self.members[node].append(rank)
+        self.order = [rank for members in self.members for rank in members]
+        self._position = {rank: i for i, rank in enumerate(self.order)}
+
+    def position(self, rank: int) -> int:
+        """Return the index of a rank in `order`."""
+        return self._position[rank]
+
+    def forwarder(self, rank: int, node: int) -> int:
+        """Return the rank of another node that forwards the tokens of `rank` there. A node's ranks take turns."""
+        members, turn = self.members[node], self._position[rank]
+        if node < self.nodes[rank]:
+            turn -= len(members)  # ranks of the node itself take no turn
+        return members[turn % len(members)]
+
+    def sources(self, rank: int) -> list[int]:
+        """Return the ranks of other nodes whose tokens `rank` forwards."""
+        node = self.nodes[rank]
+        return [r for r, other in enumerate(self.nodes) if other != node and self.forwarder(r, node) == rank]
+
+
+def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...] | None:
+    """Number nodes from 0 in order of their first ranks; None if all ranks share one."""
+    number = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+    return tuple(number[node] for node in nodes) if len(number) > 1 else None

@@ -1,0 +1,388 @@
+"""Dispatch and combine on two levels: bits equal to one level, bytes between ranks equal to the floor, the choice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, tokens_of
+from rank_processes import run_ranks
+from test_processes import poisoned as poison_shared_memory
+from test_processes import rounds_of, virtual_rounds
+
+from shardweave.errors import ArgumentError, DisagreementError, UnsupportedError
+from shardweave.planner import NVLINK_INFINIBAND, MachineFigures, found_topology, price_levels
+from shardweave.runtime.moe.config import DispatchConfig
+from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.node_ranks import NodeRanks, numbered
+from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+from shardweave.runtime.moe.transfer.fixed import FixedTransfer
+from shardweave.runtime.moe.transfer.levels import with_levels
+from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
+from shardweave.runtime.moe.transfer.two_level import TwoLevelTransfer
+from shardweave.runtime.statistics import stats
+from shardweave.runtime.transports import in_process
+from shardweave.runtime.transports.comm_requests import Transfer
+from shardweave.runtime.transports.in_process import InProcessTransport
+
+CPU = torch.device("cpu")
+KINDS = {
+    "two levels": {"two_level": True}, "one level": {"two_level": False},
+    "fixed chunks": {"two_level": False, "splits": "fixed"},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill allocations of the transport with NaN."""
+
+    def empty(self, shape, dtype, device):
+        return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
+
+    monkeypatch.setattr(InProcessTransport, "empty", empty)
+
+
+def raw(x: torch.Tensor) -> bytes:
+    return x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def trained(
+    d: VirtualTokenDispatcher, tokens: Sequence[Tokens], matrices: torch.Tensor, weighted: bool, add: bool
+) -> dict[str, list[torch.Tensor]]:
+    """All results and gradients of one dispatch and combine, of each rank."""
+    experts, expert_of = leaf(matrices), d.config.expert_of or range(d.config.bounds[-1])
+    xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
+    adds = [leaf(t.gradient) if add else None for t in tokens]
+    routed = d.dispatch(xs, [t.ids for t in tokens], weights)
+    outputs = []
+    for rank, r in enumerate(routed):
+        own = [experts[expert_of[p]] for p in range(*d.config.bounds[rank : rank + 2])]
+        with r.kept():
+            outputs.append(run_experts(r, own, weighted))
+    ys = d.combine(outputs, routed, add=adds, weighted=weighted)
+    torch.autograd.backward(ys, [t.gradient for t in tokens])
+    return {
+        "y": [y.detach() for y in ys], "x": [x.grad for x in xs], "weights": [w.grad for w in weights],
+        "matrices": [experts.grad], "rows": [r.x.flatten(0, -2)[: int(r.num_rows)].detach() for r in routed],
+        "row weights": [r.weights.flatten()[: int(r.num_rows)].detach() for r in routed],
+        "overflow": [torch.stack((r.dropped, r.bad_ids)) for r in routed],
+        "load": [r.load().per_physical_expert for r in routed],
+    }  # fmt: skip
+
+
+def check_case(
+    nodes: Sequence[int],
+    tokens: Sequence[Tokens],
+    settings: dict[str, Any],
+    weighted: bool = True,
+    add: bool = False,
+    shortest: int = 8,
+) -> dict[str, list[torch.Tensor]]:
+    """Assert that all algorithms give the same bits, near a dense mixture without dropped rows.
+
+    Rows of fewer than `shortest` elements are not compared with it: their terms may cancel, and what remains is small
+    beside the rounding of each.
+    """
+    experts, hidden, dtype = settings["num_experts"], settings["hidden"], settings["dtype"]
+    matrices, found = matrices_of(experts, hidden, dtype), {}
+    for kind, given in KINDS.items():
+        d = VirtualTokenDispatcher(len(nodes), one_sided=False, nodes=nodes, **settings, **given)
+        transfer = FixedTransfer if "splits" in given else SendRecvTransfer
+        several = len(set(nodes)) > 1
+        assert type(d.transfers[0]) is (TwoLevelTransfer if given["two_level"] and several else transfer)
+        found[kind] = trained(d, tokens, matrices, weighted, add)
+    want = found["two levels"]
+    for kind, results in found.items():
+        for name, of_ranks in results.items():
+            for rank, (a, b) in enumerate(zip(of_ranks, want[name], strict=True)):
+                assert raw(a) == raw(b), f"{kind}: {name} of rank {rank}, nodes {nodes}, {settings}"
+    if hidden >= shortest and not any(int(of_rank[0]) for of_rank in want["overflow"]):
+        for rank, t in enumerate(tokens):
+            t.add = t.gradient if add else None
+            exact = dense(t, matrices)
+            for name in ("y", "x", "weights"):
+                assert_near(want[name][rank], exact[name], dtype, f"{name} of rank {rank}, nodes {nodes}")
+    return want
+
+
+def settings_of(experts: int, k: int, hidden: int, most: int, dtype: torch.dtype, **more: Any) -> dict[str, Any]:
+    return {"num_experts": experts, "top_k": k, "hidden": hidden, "max_tokens": most, "dtype": dtype, **more}
+
+
+CASES = [
+    # nodes, tokens of each rank, E, K, H, dtype, routing, further settings
+    ([0, 0, 1, 1], [9, 9, 9, 9], 8, 3, 8, torch.float32, "uniform", {}),
+    ([0, 1, 1, 2, 2], [7, 0, 12, 5, 3], 12, 4, 9, torch.bfloat16, "holes", {"align": 4}),
+    ([0, 1, 2, 0, 1], [4, 7, 1, 9, 2], 7, 5, 11, torch.float16, "zipf", {"save": "redispatch"}),
+    ([0, 0, 0, 1], [5, 5, 5, 5], 6, 2, 1, torch.bfloat16, "hot", {"save": "copy"}),
+    ([0, 1, 2], [3, 8, 0], 3, 3, 8, torch.float32, "uniform", {}),
+    ([1, 1, 0, 0], [6, 6, 6, 6], 3, 2, 4, torch.float32, "hot rank", {}),
+    ([0, 0, 1], [0, 0, 0], 4, 2, 4, torch.float32, "uniform", {}),
+    ([0, 1, 0, 1], [5, 6, 7, 8], 5, 3, 4, torch.bfloat16, "zipf", {"expert_capacity": 2, "overflow": "drop"}),
+    ([0, 0, 1, 1], [8, 8, 8, 8], 9, 4, 4, torch.float32, "zipf", {"capacity": 0.5, "overflow": "drop"}),
+    ([0, 0, 1, 1], [5, 4, 3, 6], 4, 2, 4, torch.float32, "holes",
+     {"layout": "batched", "expert_capacity": 3, "overflow": "drop"}),
+    ([0, 1, 1], [6, 6, 6], 4, 3, 8, torch.bfloat16, "holes", {"expert_map": [[0, 1, 3], [2, 0], [3, 2, 1]]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes, counts, experts, k, hidden, dtype, routing, more", CASES, ids=str)
+def test_two_levels_equal_one_level_and_dense(
+    nodes: list[int], counts: list[int], experts: int, k: int, hidden: int, dtype: torch.dtype, routing: str, more: dict
+) -> None:
+    tokens = [tokens_of(r, n, k, experts, hidden, dtype, routing) for r, n in enumerate(counts)]
+    settings = settings_of(experts, k, hidden, max(counts), dtype, **more)
+    dropped = check_case(nodes, tokens, settings, weighted=hidden != 9, add=hidden == 8)["overflow"][0][0]
+    assert bool(dropped) == ("overflow" in more)
+
+
+@pytest.mark.long
+def test_random_nodes_tokens_and_settings() -> None:
+    draw = random.Random(5)
+    for seed in range(150):
+        size = draw.randint(2, 7)
+        nodes = [draw.randrange(draw.randint(1, size)) for _ in range(size)]
+        experts, k = draw.choice([1, 3, 8, 20]), draw.randint(1, 5)
+        hidden, most = draw.choice([1, 3, 8, 20]), draw.choice([0, 1, 5, 12])
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+        more: dict[str, Any] = {"align": draw.choice([1, 4]), "save": draw.choice(["buffer", "copy", "redispatch"])}
+        if draw.random() < 0.4:
+            more |= {"overflow": "drop", "expert_capacity": draw.randint(0, 6)}
+        if draw.random() < 0.3:
+            more |= {"overflow": "drop", "capacity": draw.choice([0, 4, 0.5])}
+        if draw.random() < 0.3:
+            more["expert_map"] = [[e for e in range(experts) if draw.random() < 0.5 or e % size == r]
+                                  for r in range(size)]  # fmt: skip
+        routing = draw.choice(["uniform", "zipf", "hot", "hot rank", "none", "holes"])
+        counts = [draw.randint(0, most) for _ in range(size)]
+        tokens = [tokens_of(r, n, k, experts, hidden, dtype, routing, seed) for r, n in enumerate(counts)]
+        settings = settings_of(experts, k, hidden, most, dtype, **more)
+        shortest = 8 if dtype is torch.float32 else 1 << 10
+        check_case(nodes, tokens, settings, draw.random() < 0.7, draw.random() < 0.5, shortest)
+
+
+def test_sums_are_rounded_for_each_node() -> None:
+    """Expert e adds 256, 1, 2**-7 or 0 in bfloat16: the sum depends on which of them share a node."""
+    values = torch.tensor([256.0, 1.0, 2**-7, 0.0])
+    t = torch.zeros(1, 1, dtype=torch.bfloat16), torch.tensor([[0, 1, 2]]), torch.ones(1, 3)
+    for nodes, want in ((None, 258.0), ([0, 0, 1, 1], 256.0), ([0, 1, 1, 0], 258.0), ([0, 1, 2, 2], 258.0)):
+        for two_level in (False, True):
+            settings = settings_of(4, 3, 1, 1, torch.bfloat16, two_level=two_level)
+            d = VirtualTokenDispatcher(4, one_sided=False, nodes=nodes, **settings)
+            routed = d.dispatch(*([x] * 4 for x in t))
+            outputs = [r.x + value.bfloat16() for r, value in zip(routed, values, strict=True)]
+            assert [y.item() for y in d.combine(outputs, routed)] == [want] * 4, (nodes, two_level)
+
+
+def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
+    """Count the bytes of messages from one rank to another from now on."""
+    sent: Counter[tuple[int, int]] = Counter()
+    post = in_process._post
+
+    def counted(rank, request, posted):
+        if isinstance(request, Transfer):
+            for peer, buffer in request.sends:
+                sent[rank, peer] += buffer.numel()
+        post(rank, request, posted)
+
+    monkeypatch.setattr(in_process, "_post", counted)
+    return sent
+
+
+@pytest.mark.parametrize("routing", ["uniform", "hot rank", "none"])
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 1, 2, 2, 0]], ids=str)
+@pytest.mark.parametrize("capacity", [None, 1])
+def test_bytes_between_ranks_equal_floor(
+    nodes: list[int], routing: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token with a row on another node crosses once, to one rank of it, and its sum returns; likewise gradients."""
+    experts, k, hidden, size = 12, 3, 16, len(nodes)
+    counts = [5 + r for r in range(size)]
+    settings = settings_of(experts, k, hidden, max(counts), torch.float32, expert_capacity=capacity, overflow="drop")
+    tokens = [tokens_of(r, n, k, experts, hidden, torch.float32, routing) for r, n in enumerate(counts)]
+    d = VirtualTokenDispatcher(size, one_sided=False, nodes=nodes, two_level=True, **settings)
+    sent = sent_bytes(monkeypatch)
+    trained(d, tokens, matrices_of(experts, hidden, torch.float32), True, False)
+    node_of_expert = [nodes[e // (experts // size)] for e in range(experts)]
+    kept: Counter[int] = Counter()
+    want: Counter[tuple[int, int]] = Counter()
+    ranks = NodeRanks(numbered(nodes) or ())
+    for rank, t in enumerate(tokens):
+        there: list[set[int]] = []
+        for ids in t.ids.tolist():
+            reached = set()
+            for e in ids:
+                if e >= 0 and (capacity is None or kept[e] < capacity):
+                    reached.add(node_of_expert[e])
+                    kept[e] += 1
+            there.append(reached)
+        for node in set(nodes) - {nodes[rank]}:
+            peer, number = ranks.forwarder(rank, node), sum(node in reached for reached in there)
+            dropping = 8 if capacity is not None and routing != "none" else 0
+            # Rows, and per pair 6 bytes of expert and weight, of which two share a word; counts, and a gradient of
+            # each weight, twice: of combined and of received rows.
+            want[rank, peer] += number * (2 * 4 * hidden + 4 * (k + 2)) + (experts + 2) * 4 + dropping
+            want[peer, rank] += number * (2 * 4 * hidden + 2 * 4 * k)
+    assert {pair: n for pair, n in sent.items() if n} == {pair: n for pair, n in want.items() if n}
+
+
+def test_ranks_take_turns_in_forwarding() -> None:
+    for nodes in ([0, 0, 1, 1], [0, 1, 1, 2, 2], [0, 1, 2, 3, 3, 3], [0, 1, 0, 2, 1, 1, 0], [0, 0, 0, 0, 1]):
+        ranks = NodeRanks(nodes)
+        for node, members in enumerate(ranks.members):
+            forwarded = [len(ranks.sources(rank)) for rank in members]
+            assert sum(forwarded) == len(nodes) - len(members) and max(forwarded) - min(forwarded) <= 1
+            for rank in members:
+                assert all(ranks.forwarder(source, node) == rank for source in ranks.sources(rank))
+    assert numbered(["b", "a", "b"]) == (0, 1, 0) and numbered(["b", "b"]) is None
+
+
+def config_of(**given: Any) -> DispatchConfig:
+    settings = {"num_experts": 32, "top_k": 4, "hidden": 1024, "max_tokens": 512, "dtype": torch.float32, **given}
+    return DispatchConfig(4, settings.pop("nodes", [0, 0, 1, 1]), **settings)
+
+
+@pytest.mark.plan
+def test_levels_are_chosen_by_price() -> None:
+    topology = found_topology([0, 0, 1, 1], [MachineFigures("cpu")])
+    assert topology is not None
+    config, why = with_levels(config_of(), CPU, "hierarchical", lambda: topology)
+    assert config.two_level and why.startswith("levels: two, the cheaper on 2 nodes of 2 ranks by cpu (assumed")
+    # Many nodes, short rows and many experts of each token: ids and weights outweigh what two levels save.
+    nodes = list(range(16))
+    config, why = with_levels(
+        DispatchConfig(16, nodes, num_experts=64, top_k=8, hidden=1, max_tokens=4096, dtype=torch.bfloat16),
+        CPU, "process_group", lambda: topology,
+    )  # fmt: skip
+    assert config.two_level is False and why.startswith("levels: one, the cheaper")
+    for given, transport, device, text in (
+        ({"two_level": True}, "hierarchical", CPU, "levels: two, requested"),
+        ({"two_level": False}, "hierarchical", CPU, "levels: one, requested"),
+        ({}, "process_group", CPU, "levels: one, ranks of a node do not write into each other's memory by process"),
+        ({"splits": "fixed"}, "hierarchical", CPU, "levels: one, chunks have a fixed size"),
+        ({}, "process_group", torch.device("cuda"), "levels: one, tokens are on cuda"),
+    ):
+        # Ranks on which the request is given publish their figures, too: others may wait for them.
+        asked: list[None] = []
+        config, why = with_levels(config_of(**given), device, transport, lambda asked=asked: asked.append(None))
+        assert len(asked) == ("two_level" in given)
+        assert why.startswith(text) and config.two_level is text.startswith("levels: two")
+    config, why = with_levels(config_of(), CPU, "hierarchical", lambda: None)
+    assert why == "levels: one, the machines of the ranks are not known" and config.two_level is False
+    assert with_levels(config_of(nodes=None), CPU, "shared_memory", pytest.fail) == (config_of(nodes=None), "")
+    with pytest.raises(UnsupportedError, match="two_level: True, but ranks of a node do not write into each other's"):
+        with_levels(config_of(two_level=True), CPU, "process_group", pytest.fail)
+
+
+@pytest.mark.plan
+def test_price_counts_bytes_of_busiest_node() -> None:
+    """Half of the tokens' pairs, and 15 of 16 tokens, cross between two nodes of two ranks."""
+    prices = price_levels([0, 0, 1, 1], 512, 4, 4096, NVLINK_INFINIBAND)
+    assert prices.one_bytes == 2 * 512 * 4 / 2 * (4100 + 4096)
+    assert prices.two_bytes == 2 * 512 * 15 / 16 * (4096 + 24 + 4096)
+    assert prices.two_is_cheaper
+
+
+def test_explain_states_bytes_between_nodes() -> None:
+    d = VirtualTokenDispatcher(
+        4, one_sided=False, nodes=[0, 0, 1, 1], two_level=True, **settings_of(8, 3, 16, 64, torch.float32)
+    )
+    text = d.explain()
+    assert "each token once per node that has experts of it" in text and "one chunk of exact size" in text
+    assert "between nodes, bytes for the 64 tokens of one rank" in text
+    even, most, counts = 56, 64, 10 * 4  # 7 of 8 tokens have an expert on the other node
+    row, pairs = 16 * 4, 5 * 4
+    for name, nbytes, once in (("dispatch", row + pairs, counts), ("combine", row, 0),
+                               ("backward of dispatch", row + 12, 0)):  # fmt: skip
+        assert f"{even * nbytes + once:>16,} {most * nbytes + once:>16,}  {name}\n" in text + "\n"
+
+
+def test_virtual_dispatcher_refuses_nodes() -> None:
+    given = settings_of(4, 2, 8, 4, torch.float32)
+    with pytest.raises(ArgumentError, match=r"nodes: \[0, 1\] with one_sided=True; allowed: None"):
+        VirtualTokenDispatcher(2, nodes=[0, 1], **given)
+    with pytest.raises(ArgumentError, match="nodes: of 3 ranks; allowed: one for each of 2"):
+        VirtualTokenDispatcher(2, nodes=[0, 1, 1], one_sided=False, **given)
+
+
+def test_host_reads_as_often_as_on_one_level() -> None:
+    reads = []
+    for two_level in (False, True):
+        d = VirtualTokenDispatcher(
+            4, one_sided=False, nodes=[0, 0, 1, 1], two_level=two_level, **settings_of(4, 2, 8, 4, torch.float32)
+        )
+        t = tokens_of(0, 4, 2, 4, 8, torch.float32, "uniform")
+        before = stats().host_reads.total()
+        routed = d.dispatch([t.x] * 4, [t.ids] * 4, [t.weights] * 4)
+        d.combine([r.x for r in routed], routed)
+        reads.append(stats().host_reads.total() - before)
+    assert reads == [4, 4]
+
+
+def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], str]:
+    poison_shared_memory()
+    bits = rounds_of(rank, transport)
+    for more in ({"two_level": False}, {"chunk_capacity": 12 * 3}, {"save": "redispatch"}):
+        again = rounds_of(rank, transport, **more)
+        assert again == bits, more
+    return bits, TokenDispatcher(**settings_of(5, 3, 24, 12, torch.bfloat16), transport=transport).explain()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "size, node_size",
+    [(3, 2), pytest.param(4, 2, marks=pytest.mark.long), pytest.param(3, 1, marks=pytest.mark.long),
+     pytest.param(8, 3, marks=pytest.mark.long)],
+)  # fmt: skip
+def test_processes_on_pretended_nodes_equal_virtual_ranks(size: int, node_size: int) -> None:
+    """Ranks of nodes of one rank each have no common memory at all."""
+    found = run_ranks(on_pretended_nodes, size, None, environment={"SHARDWEAVE_NODE_SIZE": str(node_size)})
+    want = virtual_rounds(size, nodes=[rank // node_size for rank in range(size)])
+    for rank, (bits, text) in enumerate(found):
+        assert bits == want[rank], rank
+        assert "each token once per node" in text and "levels: two, the cheaper on" in text
+
+
+def disagreeing(rank: int) -> str:
+    settings = settings_of(4, 2, 8, 4, torch.float32, two_level=rank == 0)
+    d = TokenDispatcher(**settings)
+    with pytest.raises(DisagreementError) as error:
+        d.dispatch(torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))
+    return str(error.value)
+
+
+@pytest.mark.multi
+@pytest.mark.long
+def test_ranks_with_other_levels_disagree() -> None:
+    environment = {"SHARDWEAVE_NODE_SIZE": "1", "SHARDWEAVE_TIMEOUT": "20"}
+    assert all("dispatch" in text for text in run_ranks(disagreeing, 2, environment=environment))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("save", ["buffer", "copy"])
+def test_compiled_equals_eager(save: str) -> None:
+    torch._dynamo.reset()
+    d = VirtualTokenDispatcher(
+        3, one_sided=False, nodes=[0, 1, 1], two_level=True, save=save, **settings_of(4, 2, 8, 6, torch.float32)
+    )
+    tokens = [tokens_of(r, 2 * r + 1, 2, 4, 8, torch.float32, "holes") for r in range(3)]
+
+    def layer(xs: list[torch.Tensor], weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        routed = d.dispatch(xs, [t.ids for t in tokens], weights)
+        return d.combine([r.x * 2 for r in routed], routed)
+
+    found = []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
+        ys = call(xs, weights)
+        torch.autograd.backward(ys, [t.gradient for t in tokens])
+        found.append([raw(x) for x in (*ys, *[x.grad for x in xs], *[w.grad for w in weights])])
+    assert found[0] == found[1]
