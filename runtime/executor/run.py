@@ -105,8 +105,8 @@ class ExclusiveCall:
     def _refuse_within_call(self) -> None:
         if self.transport.busy:  # as in a signal handler: the call that it interrupted goes on afterwards
             raise TransportError(
-                f"rank {self.transport.rank}: a call within {self.transport.rendezvous.call}, on the same thread; "
-                "allowed: after it has returned"
+                f"rank {self.transport.rank}: a call within {self.transport.rendezvous.calls.current}, on the same "
+                "thread; allowed: after it has returned"
             )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

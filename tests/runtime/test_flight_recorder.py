@@ -30,7 +30,7 @@ from shardweave.runtime.environment import flight_record_folder, requested_fligh
 from shardweave.runtime.executor.run import ExclusiveCall
 from shardweave.runtime.flight_recorder import FlightRecorder, dump_flight_records
 from shardweave.runtime.transports.call_lock import CallLock
-from shardweave.runtime.transports.rendezvous import CallRecord
+from shardweave.runtime.transports.rendezvous.calls import CallRecord
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport, why_unsupported
 
 shared_memory_only = pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
