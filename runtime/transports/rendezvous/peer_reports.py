@@ -62,7 +62,7 @@ class PeerReports:
 
     def publish_settings(self) -> None:
         """Write this rank's settings, for warnings of ranks that wait for it."""
-        text = json.dumps(own_settings())
+        text = json.dumps([own_settings()])
         if text != self._published:
             self._published = text
             self._publish("settings", text)
@@ -70,7 +70,7 @@ class PeerReports:
     def settings_of(self, peer: int) -> dict[str, str] | None:
         """The settings of a rank; None if it has not used shardweave in this process group."""
         text = self._get("settings", peer)
-        return None if text is None else json.loads(text)
+        return None if text is None else json_fields(peer, text, 1)[0]
 
     def fail(self, text: str) -> None:
         """Report that this rank has failed. Its current call and the first text stay in the store, for the errors of
