@@ -95,6 +95,7 @@ class WindowTransfer(TokenTransfer):
             parts.append(self._by_rank(memory, dtype, shape))
             first += round_up(nbytes, ALIGNMENT)
         self._matrices, self._numbers, self._rows = (Buffers(tensors, self.tables) for tensors in parts)
+        self._like_numbers = self._numbers.tensors[self.me][:1].expand(config.rows)  # contiguous ones are made of it
         self._pool: BufferPool | None = None
         pooled: list[list[torch.Tensor]] = []
         if uses_buffer_pool(config):
@@ -108,6 +109,8 @@ class WindowTransfer(TokenTransfer):
         self._candidates = Buffers(candidates, self.tables)
         for buffers in (self._matrices, self._numbers, self._rows, self._candidates):
             buffers.table()  # uploaded here, since a call may be captured in a CUDA graph
+        # The buffers whose indices all ranks have sent, until they leave the window.
+        self._wanted = ChosenBuffers(self._candidates, self._matrices.tensors[self.me][:, -1], self._error)
 
     def _by_rank(
         self, memory: Mapping[int, torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]
@@ -181,6 +184,9 @@ class WindowTransfer(TokenTransfer):
 
     def _rows_to_receive(self) -> torch.Tensor:
         return self._pooled_rows(False, "rows of a token dispatch: all pooled buffers are in use")
+
+    def _new_numbers(self) -> torch.Tensor:
+        return torch.empty_like(self._like_numbers)
 
     def output_rows(self, received: torch.Tensor) -> torch.Tensor:
         # Replays write the same memory each time: only behind a dispatch, which waits until peers have read it.
@@ -285,11 +291,6 @@ class WindowTransfer(TokenTransfer):
             # Kept until this rank has waited for the peers that read it: then it may be written again.
             self._window.after_acquire[capturing(self.device)] = partial(self._pool.follow, values)
         return self._wanted
-
-    @property
-    def _wanted(self) -> ChosenBuffers:
-        """The buffers whose indices all ranks have sent, until they leave the window."""
-        return ChosenBuffers(self._candidates, self._matrices.tensors[self.me][:, -1], self._window.failure.error)
 
     def _candidate(self, number: int | None) -> int:
         """Return the index among all candidates of this rank's pooled buffer; None: of its window."""
