@@ -71,8 +71,8 @@ def python_calls(call: Callable[[], Any]) -> tuple[Any, int]:
     return result, number
 
 
-def counts() -> tuple[dict[str, dict[str, tuple[int, int, int]]], list[str]]:
-    """What `MOST` limits, and what is wrong with the memory of results. For a process of its own."""
+def counts() -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What `MOST` limits, launches of backward, and what is wrong with results' memory. For a process of its own."""
     from stub_libcuda import kernels_on_the_cpu
 
     from shardweave.bench.gpu.host_work import Mirror, MirrorTransport
@@ -112,9 +112,22 @@ def counts() -> tuple[dict[str, dict[str, tuple[int, int, int]]], list[str]]:
             routed = d.dispatch(x, ids, weights)
             values = routed.x * 1
             counted[name] = {"dispatch": dispatched, "combine": measured(partial(d.combine, values, routed))}
+            counted[name]["backward"] = backward_launches(d, launched, x, ids, weights)
             others = [d.dispatch(x[:t], ids[:t], weights[:t]) for t in (T, 1, 1, 1, 0, 0)]
             wrong += [f"{name}: {text}" for text in shared_or_strided(others)]
     return counted, wrong
+
+
+@torch.enable_grad()
+def backward_launches(d: Any, launched: Counter[str], *tokens: torch.Tensor) -> dict[str, int]:
+    """By kernel, of the backward of a combine that gives gradients of weights, and of its dispatch."""
+    x, ids, weights = tokens[0].detach().requires_grad_(), tokens[1], tokens[2].detach().requires_grad_()
+    routed = d.dispatch(x, ids, weights)
+    y = d.combine(routed.x * routed.weights[:, None].to(x.dtype), routed)
+    launched.clear()
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None and weights.grad is not None
+    return {name.removesuffix("_kernel"): number for name, number in sorted(launched.items())}
 
 
 def shared_or_strided(several: list[Any]) -> list[str]:
@@ -131,7 +144,7 @@ def shared_or_strided(several: list[Any]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def counted() -> tuple[dict[str, dict[str, tuple[int, int, int]]], list[str]]:
+def counted() -> tuple[dict[str, dict[str, Any]], list[str]]:
     folders = [str(Path(__file__).parent), *(p for p in sys.path if p.endswith("helpers"))]
     ran = run_python(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {folders}; import test_host_work as t; print(t.counts())"],
@@ -146,6 +159,15 @@ def counted() -> tuple[dict[str, dict[str, tuple[int, int, int]]], list[str]]:
 def test_host_work_is_bounded(settings: str, call: str, counted: Any) -> None:
     got, most = counted[0][settings][call], MOST[settings][call]
     assert all(0 < g <= m for g, m in zip(got, most, strict=True)), (got, most)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_backward_signals_in_its_launches(settings: str, counted: Any) -> None:
+    """But for the wait before rows are pushed: pushing takes more programs than may wait."""
+    assert counted[0][settings]["backward"] == {
+        "signal": 1, "push_rows": 1, "weigh_rows": 1, "receive_rows": 1, "offer_rows": 3, "gather_values": 2,
+        "combine_rows": 1,
+    }  # fmt: skip
 
 
 def test_results_have_memory_of_their_own(counted: Any) -> None:
