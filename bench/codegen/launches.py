@@ -32,6 +32,7 @@ from shardweave.kernels import (
     WindowBarrier,
     combine_rows,
     count_pairs,
+    gather_values,
     group_rows,
     offer_rows,
     push_rows,
@@ -419,6 +420,7 @@ def _pooled(dtype: torch.dtype) -> None:
             receive_rows(source, empty(tokens, hidden, dtype=dtype), groups.num_rows, fill, given, release)
         for ids in (empty(tokens, k), empty(4096, k)):
             count_pairs(ids, 256, share=CountShare(Buffers(matrices), 0, 1, barrier))
+        gather_values(rows, numbers, release)
         for of_pairs, add in product((weights, None), (x, None)):
             combine_rows(rows, chosen, empty(tokens, hidden, dtype=dtype), of_pairs, add, release=release)
 

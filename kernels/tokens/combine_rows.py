@@ -308,10 +308,16 @@ def gather_values_kernel(
     row_in,  # int32 [pairs]
     buffers,  # int64 [W], addresses
     out,  # float32 [pairs]
+    signals,  # int64 [8]
     pairs: tl.int32,
     K: tl.constexpr,
+    POISON: tl.constexpr,
+    PEERS: tl.constexpr,  # 0: no window is released
+    TIMED: tl.constexpr,
+    PTX: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Program i fetches the values of PAIRS pairs."""
+    """Program i fetches the values of PAIRS pairs. The last one to finish releases the window."""
     i = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     key = tl.load(key_in + i, mask=i < pairs, other=0)
     row = tl.load(row_in + i, mask=i < pairs, other=-1)
@@ -319,22 +325,34 @@ def gather_values_kernel(
     source = tl.load(buffers + key // K, mask=kept, other=0).to(tl.pointer_type(tl.float32))
     value = tl.load(source + row, mask=kept, other=0.0)
     tl.store(out + i // K * K + key % K, value, mask=i < pairs)
+    if PEERS > 0:
+        if is_last_program(finished_of(signals)):
+            failed = rank_has_failed(signals)
+            if failed:
+                overwrite(out, pairs.to(tl.int64), POISON, tl.int32)
+            release_window(signals, failed, PEERS, PTX, WIDTH)
 
 
-def gather_values(rows: TokenRows, buffers: Buffers) -> torch.Tensor:
+def gather_values(rows: TokenRows, buffers: Buffers, release: WindowSignals | None = None) -> torch.Tensor:
     """Return one number for each pair, such as the gradient of its weight, float32 [T, K]; 0 where there is no row.
 
     Args:
         rows: from locate_rows.
         buffers: float32 [R] of each destination, a number for each row.
+        release: the window to release afterwards; if this rank has failed, the result is overwritten before. Only where
+            kernels run.
     """
     tokens, k = rows.key.shape
     out = torch.zeros((tokens, k), dtype=torch.float32, device=rows.key.device)
     if not runs_on(out.device):
         gather_values_cpu(rows, buffers, out)
-    elif out.numel():
-        pairs, tensors = out.numel(), (rows.key, rows.row, buffers.table()[0], out)
-        _gathers((cdiv(pairs, PAIRS.value), 1, 1), out.device, tensors, (pairs,), _gather_constants(k))
+    elif out.numel() or release is not None:
+        pairs, (table, _) = out.numel(), buffers.table()
+        peers, signals = (0, table) if release is None else (release.peers, release.words)
+        _gathers(
+            (max(cdiv(pairs, PAIRS.value), 1), 1, 1), out.device, (rows.key, rows.row, table, out, signals), (pairs,),
+            _gather_constants(k, peers),
+        )  # fmt: skip
     return out
 
 
@@ -342,8 +360,9 @@ _gathers = Launches(gather_values_kernel)
 
 
 @cache
-def _gather_constants(k: int) -> Constants:
-    return Constants(gather_values_kernel, {"K": k}, num_warps=4)
+def _gather_constants(k: int, peers: int) -> Constants:
+    constants = {"K": k, "POISON": poison_word(torch.float32)[0], **signal_constants(peers, 4)}
+    return Constants(gather_values_kernel, constants, num_warps=4)
 
 
 def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> None:

@@ -114,7 +114,7 @@ def offer_rows(
             copy_rows_cpu(source, target, num_rows)
         return
     copied = target is not None and source.numel() > 0
-    length, here, there = source.numel() // max(len(source), 1), source.data_ptr(), 0
+    length, here, there = source.numel() // max(source.shape[0], 1), source.data_ptr(), 0
     if words is not None:
         ranks, table = len(words), words.table()[0]
     else:

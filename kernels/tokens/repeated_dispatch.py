@@ -64,7 +64,8 @@ class RepeatedDispatch:
             raise UnsupportedError("the launches of this dispatch cannot be made again: arguments were copied")
         *self._counting, self._route, self._push, self._receive = self._launches
         self._signals = signals
-        self._new = [(result.new_empty(0), result.shape) for result in results]
+        # Of one element each; `empty_like` takes half the time of `new_empty`.
+        self._like = [result.new_empty(1).expand(result.shape) for result in results]
 
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, weights_out: torch.Tensor,
@@ -76,7 +77,7 @@ class RepeatedDispatch:
             x, ids, weights, out, weights_out: of the shapes, dtypes, strides and alignments of the first dispatch.
             word: as `CountShare.word`.
         """
-        results = [like.new_empty(shape) for like, shape in self._new]
+        results = [torch.empty_like(like) for like in self._like]
         values: list[torch.Tensor | int] = [ids, weights, weights_out, *results, x.data_ptr(), out.data_ptr(), word]
         for launch in self._counting[:-1]:
             launch(values)

@@ -23,26 +23,25 @@ def dispatch_tokens(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[Route
     again = config.save == "redispatch"
     if again and torch.compiler.is_compiling():
         raise UnsupportedError('save="redispatch" under torch.compile; allowed: "buffer", "copy"')
-    tokens = [item._replace(weights=item.weights.float()) for item in tokens]
-    xs, ids, weights = zip(*tokens, strict=True)
+    tokens = [Tokens(x, ids, weights.float()) for x, ids, weights in tokens]
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        xs, ids, weights = zip(*tokens, strict=True)
         *received, records = Dispatch.apply(engine, *xs, *weights, *ids)
+        differentiable = zip(received[:n], received[n:], records, strict=True)
+        pairs = [(x, record._replace(weights=row_weights)) for x, row_weights, record in differentiable]
     else:  # without the host time of autograd
         pairs = engine._run_dispatch(tokens)
-        records = [record for _, record in pairs]
-        received = [*(rows for rows, _ in pairs), *(record.weights for record in records)]
     routed = []
-    for i, transfer in enumerate(engine.transfers):
-        x, row_weights = received[i], received[n + i]
-        record = records[i]._replace(weights=row_weights)  # the differentiable one
+    for transfer, item, (x, record) in zip(engine.transfers, tokens, pairs, strict=True):
+        row_weights = record.weights
         if config.batched:
             assert config.expert_capacity is not None
             groups = config.bounds[transfer.me + 1] - config.bounds[transfer.me]
             rows = groups * config.expert_capacity
             x = x[:rows].view(groups, config.expert_capacity, config.hidden)
             row_weights = row_weights[:rows].view(groups, config.expert_capacity)
-        kept = (xs[i].detach(), RowsAgain(x)) if again else ()
-        routed.append(RoutedTokens(x, row_weights, weights[i], record, config, (engine.handle, transfer.me), *kept))
+        kept = (item.x.detach(), RowsAgain(x)) if again else ()
+        routed.append(RoutedTokens(x, row_weights, item.weights, record, config, (engine.handle, transfer.me), *kept))
     return routed
 
 

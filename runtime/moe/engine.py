@@ -101,7 +101,7 @@ class TokenEngine:
             copies: Sequence[Any] = [None] * len(tokens) if outs is None else outs
             records: Sequence[Any] = [None] * len(tokens) if known is None else known
             items = zip(self.transfers, tokens, copies, records, strict=True)
-            runs = [t.dispatch(item._replace(x=_rows(item.x)), out, record) for t, item, out, record in items]
+            runs = [t.dispatch(Tokens(_rows(x), ids, w), out, record) for t, (x, ids, w), out, record in items]
             received: list[Received] = self.run(DISPATCH, runs)
             if known is None:
                 self._overflow.add(received[0][1].groups.overflow)
@@ -169,7 +169,7 @@ class TokenEngine:
         """Return memory of the transport for each rank's tokens, [T, H]."""
         c = self.config
         return [
-            t.transport.empty((len(r.rows.key), c.hidden), c.dtype, t.device)
+            t.transport.empty((r.rows.key.shape[0], c.hidden), c.dtype, t.device)
             for t, r in zip(self.transfers, records, strict=True)
         ]
 

@@ -29,7 +29,7 @@ def check_dispatch(config: DispatchConfig, device: torch.device, tokens: Tokens,
             f"x{at}: {x.dtype} of shape {tuple(x.shape)}; allowed: {config.dtype} of shape [T, {config.hidden}], "
             f"T up to max_tokens, {config.max_tokens}"
         )
-    shape = len(x), config.top_k
+    shape = x.shape[0], config.top_k
     if ids.shape != shape or ids.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(
             f"topk_ids{at}: {ids.dtype} of shape {tuple(ids.shape)}; allowed: int32 or int64 of shape {shape}"
@@ -38,8 +38,9 @@ def check_dispatch(config: DispatchConfig, device: torch.device, tokens: Tokens,
         raise ArgumentError(
             f"topk_weights{at}: {weights.dtype} of shape {tuple(weights.shape)}; allowed: floats of shape {shape}"
         )
-    for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
-        _check_device(name + at, tensor, device)
+    if not x.device == ids.device == weights.device == device:
+        for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
+            _check_device(name + at, tensor, device)
 
 
 def check_combine(
@@ -71,7 +72,7 @@ def check_combine(
             f"expert_output{at}: {values.dtype} of shape {tuple(values.shape)}; allowed: {config.dtype} of shape "
             f"{tuple(routed.x.shape)}, that of routed.x"
         )
-    shape = len(routed.topk_weights), config.hidden
+    shape = routed.topk_weights.shape[0], config.hidden
     for name, tensor in (("out", out), ("add", add)):
         if tensor is None:
             continue

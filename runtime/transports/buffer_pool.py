@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -112,8 +111,10 @@ class BufferPool:
 
     def _taken(self, captures: bool) -> int | None:
         for free in (self._of_graphs, self._free) if captures else (self._free,):
-            with suppress(IndexError):
+            try:
                 return free.pop()
+            except IndexError:  # not asked before: another thread may take the last one in between
+                pass
         return None
 
     def number(self, tensor: torch.Tensor) -> int | None:

@@ -23,6 +23,8 @@ from shardweave.kernels import launch as launch_module
 from shardweave.kernels.addresses import AddressTables
 from shardweave.kernels.channel import Failure
 from shardweave.runtime.moe import overflow
+from shardweave.runtime.moe.transfer import window
+from shardweave.runtime.transports import buffer_pool
 from shardweave.runtime.transports.symmetric_memory.memory import SharedSegments
 
 FACTORIES = ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "empty_strided")
@@ -96,7 +98,8 @@ class PretendedCapture(SyncGuard):
     def __enter__(self) -> PretendedCapture:
         enter = self._patches.enter_context
         enter(patch.object(torch.cuda, "is_current_stream_capturing", lambda: True))
-        enter(patch.object(overflow, "capturing", lambda device: True))
+        for module in (overflow, buffer_pool, window):
+            enter(patch.object(module, "capturing", lambda device: True))
         enter(patch.object(AddressTables, "_upload", self._refused_call("addresses are uploaded")))
         enter(patch.object(Failure, "__init__", self._refused_call("a word of the host is pinned")))
         for name in ("make", "join"):

@@ -233,6 +233,86 @@ def test_signals_of_token_dispatches(variant: str) -> None:
     assert any(good) and any(bad) == wrong, bad
 
 
+# Direct writes into outputs of peers, and memory that is free behind a barrier at the end of a launch.
+
+DIRECT = {
+    "as it is": ("", "", 1, False),
+    "as it is, two programs": ("", "", 2, False),
+    "relaxed instead of release": ("st.release.sys", "st.relaxed.sys", 1, True),
+    "relaxed instead of acquire": ("ld.acquire.sys", "ld.relaxed.sys", 1, True),
+    "relaxed count of programs": ("atom.global.gpu.acq_rel", "atom.global.gpu.relaxed", 2, True),
+}
+
+
+@long
+@pytest.mark.parametrize("variant", DIRECT)
+def test_output_is_whole_after_a_direct_write(variant: str) -> None:
+    """The launch after the one that writes directly reads what the peer wrote, not what was there."""
+    old, new, programs, wrong = DIRECT[variant]
+    ranks = Ranks.writing_directly(1, programs)
+    data = followed(ranks, 0, 1, "push")
+    good, bad = [], []
+    for found in executions(ranks, {0: Behaviour(1), 1: Behaviour(2)}, data, lambda text: text.replace(old, new)):
+        (read,), (write,) = reads(found, 1), writes(found, 0)
+        good.append(found.find(found.reads_from(read, write)))
+        bad.append(found.find(found.reads_from(read, None)))
+    assert any(good) and any(bad) == wrong, bad
+
+
+REUSED = {
+    "as it is": ("", "", True, False),
+    "relaxed instead of release": ("st.release.sys", "st.relaxed.sys", True, True),
+    "relaxed instead of acquire": ("ld.acquire.sys", "ld.relaxed.sys", True, True),
+    "kernels do not wait for those before": ("", "", False, True),
+}
+
+
+@long
+@pytest.mark.parametrize("variant", REUSED)
+def test_buffer_is_not_written_again_before_it_is_read(variant: str) -> None:
+    """The reader of an output that is free again is enqueued before the launch that announces its buffer."""
+    old, new, streams, wrong = REUSED[variant]
+    ranks = Ranks.writing_directly(2)
+    data = followed(ranks, 0, 1, "push")
+    good, bad = [], []
+    behaviours = {0: Behaviour(last_write(ranks, 0, data)), 1: Behaviour(ranks.calls(1, 1) + 1)}
+    for found in executions(ranks, behaviours, data, lambda text: text.replace(old, new), streams):
+        (read,), (first, second) = reads(found, 1), writes(found, 0)
+        good.append(found.find(found.reads_from(read, first)))
+        bad.append(found.find(found.reads_from(read, second)))
+    assert any(good) and any(bad) == wrong, bad
+
+
+@long
+@pytest.mark.parametrize("variant", [v for v in REUSED if "kernels" not in v])
+def test_only_the_announced_buffer_is_written(variant: str) -> None:
+    """Rank 1 keeps its first output and announces another buffer: rank 0 does not write the first one again."""
+    old, new, _, wrong = REUSED[variant]
+    ranks = Ranks.writing_directly(2, keep=True)
+    data = followed(ranks, 0, 1, "push")  # in the first buffer
+    behaviours = {rank: Behaviour(ranks.calls(rank, 1) + 1) for rank in range(2)}
+    good, bad = [], []
+    for found in executions(ranks, behaviours, data, lambda text: text.replace(old, new)):
+        calls = ["call 2" in str(write.thread.block) for write in writes(found, 0)]
+        (bad if any(calls) else good).append(found.find())
+    assert any(good) and any(bad) == wrong, bad
+
+
+@pytest.mark.parametrize("variant", [v if v == "as it is" else pytest.param(v, marks=long) for v in REUSED])
+def test_memory_is_free_after_a_barrier(variant: str) -> None:
+    """A rank has read its memory in an earlier launch than that which ends with a barrier: what the peer writes behind
+    the barrier, it does not see."""
+    old, new, streams, wrong = REUSED[variant]
+    ranks = Ranks.reading_before_a_barrier()
+    data = followed(ranks, 0, 1, "push")
+    behaviours, seen, unseen = {0: Behaviour(3), 1: Behaviour(2)}, [], []
+    for found in executions(ranks, behaviours, data, lambda text: text.replace(old, new), streams):
+        (read,), (write,) = reads(found, 1), writes(found, 0)
+        seen.append(found.find(found.reads_from(read, write)))
+        unseen.append(found.find(found.reads_from(read, None)))
+    assert any(unseen) and any(seen) == wrong, seen
+
+
 # Blocks of several threads and programs, of which one signals for all.
 
 

@@ -14,7 +14,8 @@ from token_cases import POISON, Case, even_bounds, routing
 
 from shardweave.errors import ArgumentError
 from shardweave.kernels.addresses import KEPT_TABLES, AddressTables
-from shardweave.kernels.tokens.combine_rows import combine_rows, combine_rows_reference, gather_values
+from shardweave.kernels.channel import SLOT, Failure
+from shardweave.kernels.tokens.combine_rows import PAIRS, combine_rows, combine_rows_reference, gather_values
 from shardweave.kernels.tokens.copy_rows import copy_rows, fill_rows
 from shardweave.kernels.tokens.count_pairs import CountedPairs, CountShare, count_pairs
 from shardweave.kernels.tokens.group_rows import Groups, PhysicalExperts, group_rows
@@ -24,6 +25,7 @@ from shardweave.kernels.tokens.receive_rows import receive_rows
 from shardweave.kernels.tokens.route_rows import route_rows
 from shardweave.kernels.tokens.rows import Buffers, ChosenBuffers, RowLaunch, TokenRows
 from shardweave.kernels.tokens.weigh_rows import weigh_rows
+from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KINDS = ("uniform", "zipf", "hot", "none", "odd")
@@ -533,6 +535,26 @@ def test_gather_values(device, kind, given):
         rows, _ = rows_of(case, rank, device, physical_experts)
         want = [[0.0 if e is None else buffers[e[0]][e[1]].item() for e in es] for es in case.rows[rank]]
         same(gather_values(rows, Buffers(buffers)), torch.tensor(want).view(case.ids[rank].shape).float())
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("tokens", [PAIRS.value, 5, 0])
+def test_gather_values_releases_window(tokens: int, failed: bool) -> None:
+    """Of rank 0 of two; after a failure the numbers are overwritten, and the peer is told."""
+    memory = {rank: torch.zeros(pad_bytes(2) + 256, dtype=torch.uint8) for rank in range(2)}
+    failure = Failure(torch.device("cpu"))
+    signals = Window(0, memory, 0, failure).signals(1)
+    released = memory[1][SLOT * 8 :][:8].view(torch.int64)  # what rank 0 has told rank 1
+    key, row = i32([[0, 3]] * tokens).view(tokens, 2), i32([[t, t + 1] for t in range(tokens)]).view(tokens, 2)
+    buffers = [torch.rand(tokens + 1) for _ in range(2)]
+    if failed:
+        failure.fail()
+    for call in (1, 2):
+        found = gather_values(TokenRows(key, row), Buffers(buffers), signals)
+        want = torch.stack([buffers[0][:-1], buffers[1][1:]], 1)
+        assert found.shape == (tokens, 2) and (found.isnan().all() if failed else found.equal(want))
+        assert released.item() == (-1 if failed else call)
 
 
 @plan

@@ -122,8 +122,10 @@ def test_locate_rows_and_gather_values_do_not_spill(target, k):
     width = triton.next_power_of_2(k)
     constants = {"K": k, "KP": width, "TOKENS": tokens_at_a_time(width), "num_warps": 4}
     assert_no_spill(compile_kernel(locate_rows_kernel, target, constants), target)
-    compiled = compile_kernel(gather_values_kernel, target, {"K": k, "num_warps": 4}, out="*fp32")
-    assert_no_spill(compiled, target)
+    constants = {"K": k, "num_warps": 4, "POISON": poison_word(torch.float32)[0]}
+    for peers in (0, 7):
+        constants |= signalling(target, 4, peers)
+        assert_no_spill(compile_kernel(gather_values_kernel, target, constants, out="*fp32"), target)
 
 
 ROWS = [(torch.bfloat16, 7168, k) for k in (1, 3, 8)] + [(dtype, 7168, 8) for dtype in (torch.float32, torch.float16)]

@@ -12,9 +12,12 @@ import sys
 import tempfile
 import traceback
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -212,47 +215,120 @@ def launches_that_are_wrong(stub: StubDriver) -> int:
     return found
 
 
+class CheckedKernel:
+    """A kernel that is loaded, each of whose launches is compared with what it is given."""
+
+    def __init__(self, stub: StubDriver, seen: Counter[str], kernel: Any, compiled: Any) -> None:
+        self._stub, self._seen, self._kernel, self._compiled = stub, seen, kernel, compiled
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        start = self._compiled[grid]
+
+        def checked(*given: Any) -> None:
+            before = len(self._stub.launches)
+            start(*given)
+            assert len(self._stub.launches) == before + 1
+            self._check(grid, given)
+
+        return checked
+
+    def _check(self, grid: Any, given: Sequence[Any]) -> None:
+        kernel, compiled, launched = self._kernel, self._compiled, self._stub.launches[-1]
+        block = (32 * compiled.metadata.num_warps, 1, 1)
+        assert launched.kernel == kernel.__name__ and len(given) == len(kernel.params)
+        assert (launched.grid, launched.block, launched.stream) == (grid, block, STREAM), launched
+        assert launched.shared_bytes == compiled.metadata.shared
+        values = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in given]
+        passed = [(p, v, isinstance(g, torch.Tensor)) for p, v, g in zip(kernel.params, values, given, strict=True)
+                  if not p.is_constexpr]  # fmt: skip
+        sizes = [8 if tensor else {"i32": 4, "i64": 8}[p.annotation_type] for p, _, tensor in passed]
+        *arguments, _, _ = launched.arguments
+        assert [len(argument) for argument in arguments] == sizes, (kernel, arguments)
+        for (param, value, _), argument, size in zip(passed, arguments, sizes, strict=True):
+            assert -(1 << 8 * size - 1) <= value < 1 << 8 * size - 1, (kernel, param.name)
+            assert int.from_bytes(argument, "little") == value % (1 << 8 * size), (kernel, param.name)
+        assert _holds(compiled, kernel, values)
+        self._seen[kernel.__name__] += 1
+
+
+@contextmanager
+def checked_kernels(stub: StubDriver) -> Iterator[Counter[str]]:
+    """In this block all launches of kernels that it loads are checked, and counted by name."""
+    seen, loaded = Counter[str](), launch.loaded
+
+    def load(kernel: Any, *arguments: Any, **options: Any) -> CheckedKernel:
+        return CheckedKernel(stub, seen, kernel, loaded(kernel, *arguments, **options))
+
+    modules = [m for name, m in sys.modules.items() if name.startswith("shardweave.kernels.")]
+    everywhere = {id(v): v for m in modules for v in vars(m).values() if isinstance(v, launch.Launches)}.values()
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(launch, "loaded", load))
+        for launches in everywhere:  # what was loaded before is not checked here
+            patches.enter_context(patch.object(launches, "_loaded", {}))
+        yield seen
+
+
+def tokens_of_a_layer(number: int, odd: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [T, 24] with a row stride of 25, ids and weights [T, 7], in new memory."""
+    x = memory(torch.bfloat16, number * 25, int(odd))[: number * 25].view(number, 25)[:, :24]
+    ids = memory(torch.int64, number * 7, int(odd))[: number * 7].view(number, 7)
+    return x.requires_grad_(), ids, torch.rand(number, 7).requires_grad_()
+
+
 def launches_of_tokens(stub: StubDriver) -> int:
     """A layer and its backward on virtual ranks, with many tokens and few, aligned and not."""
     from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 
-    launches, seen, call = 0, set(), launch.Launches.__call__
-
-    def checked(prepared: Any, grid: Any, device: Any, tensors: Any, numbers: Any, constants: Any) -> None:
-        nonlocal launches
-        call(prepared, grid, device, tensors, numbers, constants)
-        kernel, launched = prepared._kernel, stub.launches[-1]
-        params = [p for p in kernel.params if not p.is_constexpr]
-        assert launched.kernel == kernel.__name__ and len(params) == len(tensors) + len(numbers)
-        block = (32 * constants.options["num_warps"], 1, 1)
-        assert (launched.grid, launched.block, launched.stream) == (grid, block, STREAM), launched
-        given = [t.data_ptr() for t in tensors] + list(numbers)
-        sizes = [8] * len(tensors) + [{"i32": 4, "i64": 8}[p.annotation_type] for p in params[len(tensors) :]]
-        *arguments, _, _ = launched.arguments
-        assert [len(argument) for argument in arguments] == sizes, (kernel, arguments)
-        for param, argument, value, size in zip(params, arguments, given, sizes, strict=True):
-            assert int.from_bytes(argument, "little") == value % (1 << 8 * size), (kernel, param.name)
-        assert all(-(1 << 8 * size - 1) <= value < 1 << 8 * size - 1 for value, size in zip(given, sizes, strict=True))
-        compiled = next(k for key, k in prepared._loaded.items() if key[0] is constants and _holds(k, kernel, given))
-        assert launched.shared_bytes == compiled.metadata.shared
-        launches += 1
-        seen.add(kernel.__name__)
-
-    launch.Launches.__call__ = checked  # type: ignore[method-assign]
-    try:
+    with checked_kernels(stub) as seen:
         for tokens, odd in ((200, False), (3, True)):
             d = VirtualTokenDispatcher(
                 2, num_experts=5, top_k=7, hidden=24, max_tokens=tokens, align=4, overflow="drop", zero_rows=True
             )
-            xs = [memory(torch.bfloat16, tokens * 25, int(odd))[: tokens * 25].view(tokens, 25)[:, :24]] * 2
-            ids = [memory(torch.int64, tokens * 7, int(odd))[: tokens * 7].view(tokens, 7)] * 2
-            xs, weights = ([x.requires_grad_() for x in v] for v in (xs, [torch.rand(tokens, 7) for _ in xs]))
+            xs, ids, weights = zip(*[tokens_of_a_layer(tokens, odd)] * 2, strict=True)
             routed = d.dispatch(xs, ids, weights)
             ys = d.combine([r.x * 1 for r in routed], routed, add=xs)
             torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
-    finally:
-        launch.Launches.__call__ = call  # type: ignore[method-assign]
-    assert launches > 40
+    assert seen.total() > 40
+    return len(seen)
+
+
+def launches_of_windowed_tokens(stub: StubDriver) -> int:
+    """Layers and their backward through windows, by one rank: first calls, and those that make their launches again."""
+    from shardweave.bench.gpu.host_work import Mirror, MirrorTransport
+    from shardweave.bench.suites.suite_host import TIMEOUT, Alone, alone_among
+    from shardweave.runtime.moe import dispatcher
+    from shardweave.runtime.moe.dispatcher import TokenDispatcher
+
+    transport = MirrorTransport(0, 4, TIMEOUT, Mirror(CPU), Alone())
+    transport._watchdog = None  # GPUs have none
+    alone_among({"symmetric_memory": transport})
+    found = Mock(choose=lambda *_: (transport, ""), number_dispatcher=lambda ranks: 1)
+    repeated, again = 0, launch.RepeatedLaunch.__call__
+
+    def counted(made: Any, values: Any) -> None:
+        nonlocal repeated
+        repeated += 1
+        again(made, values)
+
+    with (
+        checked_kernels(stub) as seen,
+        patch.object(dispatcher, "current_transports", lambda: found),
+        patch.object(dispatcher, "why_not_backend", lambda *_: None),
+        patch.object(launch.RepeatedLaunch, "__call__", counted),
+    ):
+        for settings in ({"pooled_buffers": 2}, {"pooled_buffers": 0, "zero_rows": True}):
+            d = TokenDispatcher(
+                num_experts=5, top_k=7, hidden=24, max_tokens=200, align=4, overflow="drop",
+                transport="symmetric_memory", **settings,
+            )  # fmt: skip
+            for tokens, odd in ((200, False), (3, True), (200, False), (3, True), (200, True), (0, False)):
+                x, ids, weights = tokens_of_a_layer(tokens, odd)
+                routed = d.dispatch(x, ids, weights)
+                values = routed.output_buffer().copy_(routed.x) if odd else routed.x * 1
+                y = d.combine(values, routed, add=None if odd else x)
+                if y.requires_grad:
+                    y.backward(torch.ones_like(y))
+    assert repeated > 10, repeated
     return len(seen)
 
 
@@ -270,7 +346,7 @@ FUNCTIONS = {
     launches_of_comparisons: 4,
     launches_that_are_wrong: 4,
 }
-LONG = {launches_of_tokens: 10}
+LONG = {launches_of_tokens: 10, launches_of_windowed_tokens: 12}
 
 
 def run_all(functions: dict[Callable[..., int], int]) -> dict[str, int | str]:

@@ -42,7 +42,7 @@ Steps = Generator[CommRequest, Any, T]
 """A run of one rank: yields communication requests, receives their answers and returns T."""
 Read = Callable[..., list[torch.Tensor]]
 """(buffers, release=None): reads the destinations' buffers and returns tensors of this rank's pairs. `release`, only
-for combine: the window to release."""
+for one buffer of each destination: the window to release."""
 Take = Callable[[torch.Tensor], None]
 """Processes the receive buffer once rows have arrived, possibly in place."""
 # Operations, added to the dispatcher's fingerprint. The requests of an operation count up from there.
@@ -268,9 +268,11 @@ class TokenTransfer:
 
     def _fetch_numbers(self, record: DispatchRecord, numbers: torch.Tensor) -> Steps[torch.Tensor]:
         """Return each pair's number of all ranks' `numbers`, float32 [rows]: [T, K]."""
-        (of_pairs,) = yield from self._fetch(
-            WEIGHED, record, (numbers,), lambda buffers: [gather_values(record.rows, buffers[0])]
-        )
+
+        def read(buffers: Sequence[Buffers], release: WindowSignals | None = None) -> list[torch.Tensor]:
+            return [gather_values(record.rows, buffers[0], release)]
+
+        (of_pairs,) = yield from self._fetch(WEIGHED, record, (numbers,), read)
         return of_pairs
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:

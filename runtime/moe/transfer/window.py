@@ -36,7 +36,7 @@ from ...transports.buffer_pool import BufferPool, BufferPoolTransport, capturing
 from ...transports.symmetric_memory.window import ALIGNMENT, window_size
 from ..config import DispatchConfig, round_up
 from ..dispatch_record import DispatchRecord, Tokens
-from .base import COMBINE, Delivery, Read, Shared, Steps, TokenTransfer
+from .base import Delivery, Read, Shared, Steps, TokenTransfer
 
 _LAST = 1  # the second barrier of an operation, added to its number
 # Of a transfer; each keeps memory for the (token, k) pairs. More shapes are dispatched without.
@@ -95,6 +95,7 @@ class WindowTransfer(TokenTransfer):
             parts.append(self._by_rank(memory, dtype, shape))
             first += round_up(nbytes, ALIGNMENT)
         self._matrices, self._numbers, self._rows = (Buffers(tensors, self.tables) for tensors in parts)
+        self._like_numbers = self._numbers.tensors[self.me][:1].expand(config.rows)  # contiguous ones are made of it
         self._pool: BufferPool | None = None
         pooled: list[list[torch.Tensor]] = []
         if uses_buffer_pool(config):
@@ -108,6 +109,8 @@ class WindowTransfer(TokenTransfer):
         self._candidates = Buffers(candidates, self.tables)
         for buffers in (self._matrices, self._numbers, self._rows, self._candidates):
             buffers.table()  # uploaded here, since a call may be captured in a CUDA graph
+        # The buffers whose indices all ranks have sent, until they leave the window.
+        self._wanted = ChosenBuffers(self._candidates, self._matrices.tensors[self.me][:, -1], self._error)
 
     def _by_rank(
         self, memory: Mapping[int, torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]
@@ -169,18 +172,32 @@ class WindowTransfer(TokenTransfer):
         return out, record
 
     def combine(
-        self, record: DispatchRecord, values: torch.Tensor, out: torch.Tensor, *rest: Any, **named: Any
+        self,
+        record: DispatchRecord,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        weights: torch.Tensor | None,
+        add: torch.Tensor | None,
+        numbers: torch.Tensor | None = None,
     ) -> Steps[torch.Tensor | None]:
+        of_pairs = None
+        if numbers is not None and self._signals is not None:
+            # Apart from the rows: the launches of each signal for themselves.
+            of_pairs, numbers = (yield from self._fetch_numbers(record, numbers)), None
         # The output to overwrite on failure has to be contiguous.
         whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         try:
-            return (yield from super().combine(record, values, whole, *rest, **named))
+            found = yield from super().combine(record, values, whole, weights, add, numbers)
         finally:
             if whole is not out:
                 out.copy_(whole)
+        return found if of_pairs is None else of_pairs
 
     def _rows_to_receive(self) -> torch.Tensor:
         return self._pooled_rows(False, "rows of a token dispatch: all pooled buffers are in use")
+
+    def _new_numbers(self) -> torch.Tensor:
+        return torch.empty_like(self._like_numbers)
 
     def output_rows(self, received: torch.Tensor) -> torch.Tensor:
         # Replays write the same memory each time: only behind a dispatch, which waits until peers have read it.
@@ -245,37 +262,42 @@ class WindowTransfer(TokenTransfer):
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
     ) -> Steps[list[torch.Tensor]]:
         yield from ()
-        num_rows = record.groups.num_rows
-        if operation == COMBINE and self._signals is not None:
-            buffers = [self._offered(given[0], num_rows, self._barrier(operation))]
+        num_rows, barrier = record.groups.num_rows, self._barrier(operation)
+        if barrier is None:
+            self._acquire()
+        buffers = []
+        for values in given:  # one, if there is a barrier
+            if values.dim() > 1:
+                buffers.append(self._offered(values, num_rows, barrier))
+                continue
+            self._copied_to_window(values, self._numbers, num_rows, barrier)
+            buffers.append(self._numbers)
+        if barrier is None:
+            self._signal("barrier", operation)
+            result = read(buffers)
+            self._leave(result)
+        else:
             result = read(buffers, self._signals)
             self._windows.check()
-            return result
-        self._acquire()
-        buffers = []
-        for values in given:
-            if values.dim() == 1:
-                copy_rows(values.contiguous(), self._numbers.tensors[self.me], num_rows)
-                buffers.append(self._numbers)
-            else:
-                buffers.append(self._offered(values, num_rows))
-        self._signal("barrier", operation)
-        result = read(buffers)
-        self._leave(result)
         return result
+
+    def _copied_to_window(
+        self, values: torch.Tensor, to: Buffers, num_rows: torch.Tensor, barrier: WindowBarrier | None
+    ) -> None:
+        window = to.tensors[self.me]
+        if barrier is None:
+            copy_rows(values.contiguous(), window, num_rows)
+        else:
+            offer_rows(values.contiguous(), window, num_rows, None, 0, 0, barrier)
+            self._acquired()
 
     def _offered(self, values: torch.Tensor, num_rows: torch.Tensor, barrier: WindowBarrier | None = None) -> Buffers:
         """Bring rows to where peers read them; return the buffers that all ranks' rows are in after the barrier."""
-        window = self._rows.tensors[self.me]
         if self._pool is None:
-            if barrier is None:
-                copy_rows(values.contiguous(), window, num_rows)
-            else:
-                offer_rows(values.contiguous(), window, num_rows, None, 0, 0, barrier)
-                self._acquired()
+            self._copied_to_window(values, self._rows, num_rows, barrier)
             return self._rows
         lent = self._pool.lent(values) if values.is_contiguous() else None
-        values, to = (values.contiguous(), window) if lent is None else (values, None)
+        values, to = (values.contiguous(), self._rows.tensors[self.me]) if lent is None else (values, None)
         matrix = self._matrices.tensors[self.me]
         place = (self.me + 1) * matrix.shape[1] - 1  # where dispatch has the index of the wanted buffer
         offer_rows(values, to, num_rows, self._matrices, place, self._candidate(lent), barrier)
@@ -285,11 +307,6 @@ class WindowTransfer(TokenTransfer):
             # Kept until this rank has waited for the peers that read it: then it may be written again.
             self._window.after_acquire[capturing(self.device)] = partial(self._pool.follow, values)
         return self._wanted
-
-    @property
-    def _wanted(self) -> ChosenBuffers:
-        """The buffers whose indices all ranks have sent, until they leave the window."""
-        return ChosenBuffers(self._candidates, self._matrices.tensors[self.me][:, -1], self._window.failure.error)
 
     def _candidate(self, number: int | None) -> int:
         """Return the index among all candidates of this rank's pooled buffer; None: of its window."""

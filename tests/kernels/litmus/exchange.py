@@ -40,6 +40,7 @@ from shardweave.planner import plan
 from shardweave.runtime.executor import copies
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
+from shardweave.runtime.executor.run import run_to_end
 from shardweave.runtime.transports.backend_limits import Direction, WindowPolicy
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
 from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes
@@ -139,6 +140,7 @@ class Ranks:
         errors: addresses of the words in which ranks note that they have failed.
         shared: addresses of other words that several blocks use, and their bytes.
         counters: of these, the ones in which a rank counts its blocks.
+        buffers: of each rank, the numbers of buffers that its peer may announce.
     """
 
     launches: list[list[tuple[int, Launch]]] = field(default_factory=list)
@@ -147,6 +149,7 @@ class Ranks:
     errors: list[int] = field(default_factory=list)
     shared: dict[int, int] = field(default_factory=dict)
     counters: set[int] = field(default_factory=set)
+    buffers: Sequence[Sequence[int]] = ((), (), ())
     kept: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -170,6 +173,56 @@ class Ranks:
             ranks.launches.append(of_rank)
             ranks.errors.append(transport.failure.error.data_ptr())
             ranks.kept += [transport, bound, x]
+        return ranks
+
+    @classmethod
+    def writing_directly(cls, calls: int, programs: int = 1, keep: bool = False) -> Ranks:
+        """Two ranks that gather a tensor `calls` times, in launches of `programs` programs that write into each other's
+        outputs. Each output is read in another launch, and is free when that is enqueued. With `keep` rank 1 keeps its
+        outputs: each is in another buffer."""
+        elements, ranks = 2048 * programs, cls(pads=pad_bytes(2), buffers=((0, 1)[: 1 + keep], (0,)))
+        program, flat = plan((2,), (elements // 4, 4), "float32", "S0", "R"), _flat_box(elements)
+        for rank in range(2):
+            transport = _Transport(rank, 2, 10.0, _Provider(rank, ranks.memory, 2), Alone())
+            transport._watchdog, transport.windows = None, WindowPolicy("push")
+            x, result = torch.zeros(program.source_shape(rank)), torch.zeros(elements)
+            of_rank, outputs = list[tuple[int, Launch]](), list[torch.Tensor]()
+            with recorded() as launches, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(window_use, "waiting_programs", lambda _: programs)
+                transport.pool_outputs((0, 1), 4 * elements, 2)
+                bound = BoundProgram(program, rank, contiguous_strides(x.shape), transport, x.dtype, _CPU)
+                for call in range(1, calls + 1):
+                    out = run_to_end(bound.run(x, bound.fingerprint), None)
+                    copy_boxes(copy_table(flat, torch.float32, _CPU), [out.view(-1)], [result])
+                    outputs += [out] * (keep and rank == 1)
+                    del out
+                    of_rank += [(call, launch) for launch in launches]
+                    launches.clear()
+            ranks.launches.append(of_rank)
+            ranks.errors.append(transport.failure.error.data_ptr())
+            ranks.kept += [transport, bound, x, result, outputs]
+        return ranks
+
+    @classmethod
+    def reading_before_a_barrier(cls, programs: int = 1) -> Ranks:
+        """Two ranks: each reads its own memory in one launch, has a barrier at the end of the next, and writes the
+        other's memory in the one after."""
+        part, ranks = 4096, cls(pads=pad_bytes(2))
+        ranks.memory = [{rank: torch.zeros(ranks.pads + part, dtype=torch.uint8) for rank in range(2)}]
+        number = torch.tensor([1], dtype=torch.int32)
+        for rank in range(2):
+            failure, (values, out) = Failure(_CPU), torch.zeros(2, part, dtype=torch.uint8)
+            rows = torch.zeros(2, programs, _ROW // 2, dtype=torch.bfloat16)
+            with recorded() as launches, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(offer_module._launches, "_loaded", {})
+                window = Window(rank, ranks.memory[0], 0, failure, programs=programs)
+                signals, box = window.signals(1), _flat_box(part)
+                copy_boxes(copy_table(box, torch.uint8, _CPU), [window.data[rank]], [out])
+                offer_rows(*rows, number, None, 0, 0, WindowBarrier(signals, 5))
+                copy_boxes(copy_table(box, torch.uint8, _CPU), [values], [window.data[1 - rank]])
+            ranks.launches.append([(1, launch) for launch in launches])
+            ranks.errors.append(failure.error.data_ptr())
+            ranks.kept += [window, signals, values, out, rows, number]
         return ranks
 
     @classmethod
@@ -210,9 +263,7 @@ class Ranks:
             values, out = torch.zeros(2, part, dtype=torch.uint8)
             with recorded() as launches:
                 window = Window(rank, ranks.memory[0], 0, failure)
-                zeros = (np.zeros(shape, np.int64) for shape in ((1, 1), 1, (1, 1), 1))
-                strides = (np.ones(shape, np.int64) for shape in ((1, 1, 1), (1, 1)))
-                box = StridedBoxes(*zeros, np.full((1, 1), part), *strides)
+                box = _flat_box(part)
                 for call in range(1, calls + 1):
                     window.signal("acquire", 0, 1)
                     copy_boxes(copy_table(box, torch.uint8, _CPU), [values], [window.data[1 - rank]])
@@ -241,6 +292,12 @@ class Ranks:
                 if 0 <= offset < memory.numel():
                     return Data(data) if data is not None and address <= data < address + nbytes else Data(0)
         return Word(f"word {address:#x}", address, nbytes) if address in self.shared else None
+
+
+def _flat_box(length: int) -> StridedBoxes:
+    zeros = (np.zeros(shape, np.int64) for shape in ((1, 1), 1, (1, 1), 1))
+    strides = (np.ones(shape, np.int64) for shape in ((1, 1, 1), (1, 1)))
+    return StridedBoxes(*zeros, np.full((1, 1), length), *strides)
 
 
 @dataclass
@@ -314,6 +371,7 @@ class Extraction:
                 block = Block(
                     kernel, self.rank, f"{name}, program {program}", arguments, location, special, threads,
                     dict(before), _decision(conditions, pending.pop(), pending), partial(next, times), settled,
+                    self.ranks.buffers[self.rank],
                 )  # fmt: skip
                 with suppress(Pruned):
                     block.run()

@@ -314,6 +314,14 @@ def _any(formulas: Any) -> Any:
     return z3.Or(kept) if len(kept) > 1 else kept[0] if kept else False
 
 
+def constants_of(term: Any) -> Iterator[Any]:
+    """The constants in a term that are no numbers."""
+    if not term.children():
+        yield from [] if z3.is_bv_value(term) or z3.is_true(term) or z3.is_false(term) else [term]
+    for child in term.children():
+        yield from constants_of(child)
+
+
 def mentions(term: Any, constant: Any) -> bool:
     """Whether a term has a constant in it."""
     return term.eq(constant) or any(mentions(child, constant) for child in term.children())

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import z3
-from memory_model import SCOPES, Event, Node, Thread
+from memory_model import SCOPES, Event, Node, Thread, constants_of
 
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel", "sc", "volatile")
 _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
@@ -108,6 +108,7 @@ class Block:
         clock: the global timer's next value.
         numbers: the threads that are run. In an exchange of a warp's values the others have their partner's.
         settled: addresses of words that nobody changes: loads of them are no events.
+        choices: the values of words that addresses depend on. Where others write these words, a path has one of them.
     """
 
     kernel: Kernel
@@ -121,6 +122,7 @@ class Block:
     decide: Callable[[Any], bool] = bool
     clock: Callable[[], int] = lambda: 0
     settled: Container[int] = ()
+    choices: Sequence[int] = ()
     threads: list[list[Node]] = field(default_factory=list)
 
     def run(self) -> None:
@@ -269,7 +271,9 @@ class Block:
                 else:
                     registers[targets[i]] = self.shared.get(address if i == 0 else address + i * width)
             return
-        assert address is not None and not z3.is_expr(address), f"an address is not known: {one.text}"
+        if z3.is_expr(address):
+            address = self._chosen(address)
+        assert address is not None, f"an address is not known: {one.text}"
         if address in self.settled and head == "ld":
             registers[targets[0]] = int.from_bytes(ctypes.string_at(address, width), "little", signed=True)
             return
@@ -294,6 +298,14 @@ class Block:
         elif targets:
             registers[targets[0]] = read
         self._add(number, one, {"volatile": "relaxed"}.get(order, order), scope, at, read, written)
+
+    def _chosen(self, address: Any) -> int:
+        """An address for one of the values of the only word that it depends on."""
+        (word,) = {part.get_id(): part for part in constants_of(address)}.values()
+        for value in self.choices:
+            if self.decide(word == value):
+                return z3.simplify(z3.substitute(address, (word, z3.BitVecVal(value, word.size())))).as_long()
+        raise Pruned
 
     def _stored(self, value: Any) -> Any:
         """What is stored if this is a choice: a path has one of the two."""

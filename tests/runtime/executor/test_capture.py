@@ -60,6 +60,31 @@ class Boxes:
             scatter(torch.empty(5, dtype=torch.bfloat16), torch.ones_like(whole), dist.group.WORLD, op)
 
 
+class Direct:
+    """Redistributions that are written directly into outputs of peers, with other memory in each call. Outputs of the
+    first call have two of three pooled buffers, and one of the second finds none."""
+
+    def __init__(self) -> None:
+        self.mesh = init_device_mesh("cpu", (2,))
+        shardweave.prepare(self.mesh, 1 << 12, pooled_outputs=3)
+        self.kept: list[Any] = []
+
+    def __call__(self, rank: int) -> None:
+        x = dtensor(self.mesh, (8, 16), (Shard(0),))
+        for target in (Replicate(), Shard(1)):
+            self.kept += [x, shardweave.redistribute(x, [target])]
+
+    def check(self) -> tuple[int, int]:
+        """The outputs that lie in pooled buffers, and those that were copied out of another one."""
+        outputs, lent = self.kept[1::2], transport_of("cpu").outputs((0, 1))
+        for x, y in zip(self.kept[::2], outputs, strict=True):
+            assert "by direct push" in shardweave.explain(x, list(y.placements))
+            assert y.full_tensor().equal(x.full_tensor())
+        first, end = (lent.buffer(n, dist.get_rank(), torch.uint8).data_ptr() for n in (0, lent.number))
+        pooled = sum(first <= y.to_local().data_ptr() < end for y in outputs)
+        return pooled, shardweave.stats().copies["outputs of a redistribution: all pooled buffers are in use"]
+
+
 class Layer:
     """Dispatch, combine and their backward, with other tokens in other memory in each call."""
 
@@ -78,16 +103,18 @@ class Layer:
         self.kept.append([t, x, weights, routed, y])
 
 
-def all_on_rank(rank: int) -> tuple[list[int], list[int], list[str]]:
+def all_on_rank(rank: int) -> tuple[list[int], list[int], list[Any], list[str]]:
     from capture_lint import Keys
 
     keys = Keys()
     boxes = second_calls(rank, keys, [Boxes()])
     tokens = second_calls(rank, keys, [Layer(), Layer(save="copy", overflow="drop", expert_capacity=4)])
-    return boxes, tokens, violations(rank, keys)
+    direct = Direct()
+    written = [second_calls(rank, keys, [direct]), direct.check()]
+    return boxes, tokens, written, violations(rank, keys)
 
 
-def ranks() -> list[tuple[list[int], list[int], list[str]]]:
+def ranks() -> list[tuple[list[int], list[int], list[Any], list[str]]]:
     return run_ranks(all_on_rank, 2, environment={"SHARDWEAVE_TRANSPORT": "symmetric_memory"})
 
 
@@ -150,15 +177,21 @@ def violations(rank: int, keys: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ran() -> Any:
-    """What the ranks return: of redistributions, of token dispatch, of violations."""
+    """What the ranks return: of redistributions, of token dispatch, of direct writes, of violations."""
     return list(zip(*literal_eval(interpreted("test_capture", "t.ranks()")), strict=True))
 
 
 def test_second_calls_can_be_captured(ran: Any) -> None:
     """They pin, upload, compile and read nothing, and allocate no window."""
-    boxes, tokens, _ = ran
+    boxes, tokens, *_ = ran
     for prepared, by_binder in (*boxes, *tokens):
         assert prepared > 20 and by_binder == 0, ran
+
+
+def test_direct_writes_can_be_captured(ran: Any) -> None:
+    """One launch each, and the copy of the output that found no pooled buffer."""
+    _, _, direct, _ = ran
+    assert direct == ([[2, 0], (3, 1)],) * 2, direct
 
 
 def test_violations_are_found(ran: Any) -> None:
