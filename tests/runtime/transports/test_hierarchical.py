@@ -26,7 +26,7 @@ from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
 from shardweave.planner import Mesh, Topology
 from shardweave.runtime.executor.choose_algorithm import AssumedTransport, choose_algorithm, explain_on
-from shardweave.runtime.transports.comm_requests import HEADER, AllToAll, Transfer
+from shardweave.runtime.transports.comm_requests import HEADER, AllToAll, AwaitTransfer, StartTransfer, Transfer
 from shardweave.runtime.transports.process_group import ProcessGroupTransport
 from shardweave.runtime.transports.select import current_transports
 
@@ -191,13 +191,16 @@ class Counted:
                         self.received += int(written.max()) + 1 if len(written) else 0
 
                 return count
-            assert isinstance(request, Transfer)
-            for peer, buffer in (*request.sends, *request.receives):
+            if isinstance(request, AwaitTransfer):
+                return stock(transport, request)
+            transfer = request.transfer if isinstance(request, StartTransfer) else request
+            assert isinstance(transfer, Transfer)
+            for peer, buffer in (*transfer.sends, *transfer.receives):
                 assert peer // 2 != rank // 2, f"rank {rank} and rank {peer} share a node"
                 assert buffer.dtype is torch.uint8
                 self.messages += 1
-            self.sent += sum(buffer.numel() for _, buffer in request.sends)
-            self.received += sum(buffer.numel() for _, buffer in request.receives)
+            self.sent += sum(buffer.numel() for _, buffer in transfer.sends)
+            self.received += sum(buffer.numel() for _, buffer in transfer.receives)
             return stock(transport, request)
 
         stock = ProcessGroupTransport.begin
