@@ -13,6 +13,7 @@ from ..statistics import Summary
 from ..transports.base import Transport
 from .choose_algorithm import Algorithm, Reduction, choose_algorithm
 from .copies import contiguous_strides
+from .reduce_ahead import can_reduce_ahead, reduce_ahead
 from .run import Run, run_steps
 from .step_collective import CollectiveReduction
 from .step_direct import DirectStep
@@ -104,6 +105,8 @@ class BoundProgram:
             scattered, buffers = (bound.output_boxes, buffers + 1) if scatters else (None, 1)
         for i in range(1, len(self.steps)):
             first, second = self.steps[i - 1 : i + 1]
+            if can_reduce_ahead(first, second):
+                reduce_ahead(first, second)  # type: ignore[arg-type]
             if can_forward(first, second):
                 self.steps[i] = ForwardStep(first, second)  # type: ignore[arg-type]
         for earlier in self.steps[:-1]:

@@ -15,7 +15,7 @@ from .choose_algorithm import Algorithm, window_members
 from .copies import Copies, Move, Part, Reduction
 from .run import Run
 from .step import Terms
-from .step_put import PutStep
+from .step_put import PutStep, Unreduced
 from .step_sendrecv import Arriving, SendRecvStep, SharedBuffers
 from .step_window import WindowStep
 
@@ -36,8 +36,15 @@ class _RemoteMessages(SendRecvStep):
         """`staged`, with the index `source` for the receive buffer."""
         return {key: (source, where) for key, (_, where) in self.staged.items()}
 
-    def transfer(self, x: torch.Tensor, received: torch.Tensor, fingerprint: int, out: torch.Tensor) -> Transfer:
-        return cast("Transfer", self.messages([x], out, received, fingerprint))
+    def transfer(
+        self,
+        x: torch.Tensor,
+        received: torch.Tensor,
+        fingerprint: int,
+        out: torch.Tensor,
+        unreduced: Unreduced | None = None,
+    ) -> Transfer:
+        return cast("Transfer", self.messages([x], out, received, fingerprint, unreduced))
 
 
 def _split_by_node(
@@ -85,15 +92,19 @@ class HierarchicalStep(PutStep):
         moves = self.reduction_moves({**self.remote.staged_in(_RECEIVED), **self.staged()})
         self.remote.bind_arrivals(dict(enumerate(moves)), self.reducing)
 
-    def run(self, x: torch.Tensor, fingerprint: int) -> Run:
+    def run(self, x: torch.Tensor | Unreduced, fingerprint: int) -> Run:
         arriving = yield from self.start(x, fingerprint)
         return arriving if self.is_forwarded else (yield from self.arrive(arriving))
 
-    def start(self, x: torch.Tensor, fingerprint: int) -> Run:
+    def start(self, x: torch.Tensor | Unreduced, fingerprint: int) -> Run:
         """As `SendRecvStep.start`; the ranks of the node have exchanged afterwards."""
+        unreduced = x if isinstance(x, Unreduced) else None
+        x = x.out if isinstance(x, Unreduced) else x
         opened = yield from self.open(fingerprint)
         received = torch.empty(self.remote.received, dtype=self.dtype, device=self.device)
-        started = yield StartTransfer(self.remote.transfer(x, received, fingerprint, opened.out))
+        started = yield StartTransfer(self.remote.transfer(x, received, fingerprint, opened.out, unreduced))
+        if unreduced:
+            self.remote.reductions[-1](unreduced.buffers, [x])
         self.push_all(x, opened.addresses)
         yield from self.close(opened, fingerprint, partial(self.push_own, x, opened) if self.own else None)
         buffers = [x, opened.receive_buffer, received]

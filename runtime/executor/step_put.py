@@ -36,6 +36,17 @@ class Opened(NamedTuple):
     out: torch.Tensor
 
 
+class Unreduced(NamedTuple):
+    """An output whose reduction is left to the next step.
+
+    Attributes:
+        buffers: what the reduction reads.
+    """
+
+    buffers: list[torch.Tensor]
+    out: torch.Tensor
+
+
 class PutStep(BoundStep):
     """Ranks write into each other's receive buffers between two barriers.
 
@@ -46,6 +57,9 @@ class PutStep(BoundStep):
     """
 
     transport: OneSidedTransport
+
+    leaves_reduction = False
+    """`run` returns `Unreduced` (`reduce_ahead`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -122,6 +136,8 @@ class PutStep(BoundStep):
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         if self.peers:
             receive_buffer, out = yield from self.exchange(x, fingerprint)
+            if self.leaves_reduction:
+                return Unreduced([x, receive_buffer], out)
             return self.finish(x, receive_buffer, out)
         if self.own:
             receive_buffer = self.new_receive_buffer()

@@ -17,6 +17,7 @@ from .copies import Copies, Move, Part, Reduction, ScatteredTensor, StridedTenso
 from .pieces import Cut, part_of_move, pieces_of
 from .run import Run
 from .step import BoundStep, Terms
+from .step_put import Unreduced
 
 Key = TypeVar("Key")
 
@@ -132,7 +133,7 @@ class SendRecvStep(BoundStep):
         return moves, base
 
     def _bind_sends(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> None:
-        sends: list[tuple[int, tuple[int, int, int, int], list[Move]]] = []
+        sends: list[tuple[int, tuple[int, int, int, int], list[Move], list[Row]]] = []
         self.packed = 0
         may_send_in_place = shared is None and not self.is_all_to_all
         for peer, rank in peers:
@@ -144,17 +145,22 @@ class SendRecvStep(BoundStep):
             in_place = _contiguous_source(moves) if may_send_in_place else None
             buffer, start = (_PACKED, first) if in_place is None else in_place
             for number, piece in enumerate(self._pieces(rows) or [[]]):
-                moves, end = self._moves([row for _, row, _ in piece], start)
-                sends.append((number, (rank, buffer, start, end), [] if in_place else moves))
+                sent = [row for _, row, _ in piece]
+                moves, end = self._moves(sent, start)
+                sends.append((number, (rank, buffer, start, end), [] if in_place else moves, sent))
                 start = end
             if in_place is None:
                 self.packed = last
         # The first pieces of all messages come first.
         sends.sort(key=lambda send: send[0])
-        self.sends = [send for _, send, _ in sends]
+        self.sends = [send for _, send, _, _ in sends]
         """Rank, index of the buffer or `_PACKED`, first and last element in it."""
-        packing = [moves for _, _, moves in sends]
+        packing = [moves for _, _, moves, _ in sends]
+        self.reductions: list[Reduction] = []
+        """Of the previous step, if they are left to this one: those that each send needs, then the rest."""
         if self.in_pieces:
+            self.sent_rows = [rows for _, _, _, rows in sends]
+            """For each send, the rows in it; those that are cut, in parts."""
             self.pack_piece = [self.copies(moves) for moves in packing]
             packing = []
         self.pack = self.copies([move for moves in packing for move in moves])
@@ -241,10 +247,11 @@ class SendRecvStep(BoundStep):
     def _aligned(self, elements: int) -> int:
         return -(-elements // self.unit) * self.unit
 
-    def run(self, x: torch.Tensor | list[torch.Tensor], fingerprint: int) -> Run:
+    def run(self, x: torch.Tensor | list[torch.Tensor] | Unreduced, fingerprint: int) -> Run:
         if self.in_pieces and not self.keep_scattered:
             arriving = yield from self.start(x, fingerprint)
             return arriving if self.is_forwarded else (yield from self.arrive(arriving))
+        assert not isinstance(x, Unreduced)
         buffers = x if isinstance(x, list) else [x]
         out = None if self.keep_scattered else self.empty()
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
@@ -258,14 +265,18 @@ class SendRecvStep(BoundStep):
         self.finish(buffers, [out])
         return out
 
-    def start(self, x: torch.Tensor | list[torch.Tensor], fingerprint: int) -> Run:
+    def start(self, x: torch.Tensor | list[torch.Tensor] | Unreduced, fingerprint: int) -> Run:
         """Start the messages, and complete what they do not bring. Returns `Arriving`."""
-        buffers = x if isinstance(x, list) else [x]
+        unreduced = x if isinstance(x, Unreduced) else None
+        buffers = [unreduced.out] if unreduced else x if isinstance(x, list) else [cast("torch.Tensor", x)]
         out = self.empty()
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
         started = None
         if self.sends or self.receives:
-            started = yield StartTransfer(cast("Transfer", self.messages(buffers, out, received, fingerprint)))
+            messages = self.messages(buffers, out, received, fingerprint, unreduced)
+            started = yield StartTransfer(cast("Transfer", messages))
+        if unreduced:
+            self.reductions[-1](unreduced.buffers, [unreduced.out])
         buffers = [*buffers, received]
         self.finish(buffers, [out])
         return Arriving(started, buffers, out)
@@ -286,9 +297,15 @@ class SendRecvStep(BoundStep):
         return out
 
     def messages(
-        self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor, fingerprint: int
+        self,
+        buffers: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        received: torch.Tensor,
+        fingerprint: int,
+        unreduced: Unreduced | None = None,
     ) -> Transfer | AllToAll | AllGather:
-        """The request for the exchange, packed unless it is in pieces."""
+        """The request for the exchange, packed unless it is in pieces. `unreduced`: the input, if it is reduced piece
+        by piece."""
         packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
         self.pack(buffers, [packed])
         packed_bytes, received_bytes, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
@@ -312,6 +329,8 @@ class SendRecvStep(BoundStep):
         ]
 
         def pack_piece(i: int) -> None:
+            if unreduced:
+                self.reductions[i](unreduced.buffers, [unreduced.out])
             self.pack_piece[i](buffers, [packed])
 
         before_send = pack_piece if self.in_pieces else None
