@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from . import bounded_fan_in
 from .cost.priced_ranks import priced_ranks
 from .cost.topology import Topology
@@ -66,14 +68,10 @@ def _divisor(n: int) -> int:
 def _block(mesh: Mesh, mesh_dim: int, topology: Topology) -> int:
     """The largest block of neighbours along a mesh dim that always share a node and divides the dim; 1 if there is
     none."""
-    nodes = topology.nodes_of(mesh.rank_array).reshape(mesh.shape)
-    lines = nodes.swapaxes(mesh_dim, -1).reshape(-1, mesh.shape[mesh_dim])
-    for block in range(min(topology.node_size or mesh.shape[mesh_dim], mesh.shape[mesh_dim]), 1, -1):
-        if mesh.shape[mesh_dim] % block == 0:
-            blocks = lines.reshape(len(lines), -1, block)
-            if (blocks == blocks[:, :, :1]).all():
-                return block
-    return 1
+    nodes = topology.nodes_of(mesh.rank_array).reshape(mesh.shape).swapaxes(mesh_dim, 0)
+    changes = nodes[1:] != nodes[:-1]
+    places = 1 + np.flatnonzero(changes.reshape(len(changes), -1).any(axis=1))
+    return math.gcd(mesh.shape[mesh_dim], int(np.gcd.reduce(places)))
 
 
 def _even(mesh: Mesh, shape: tuple[int, ...], layout: Layout, mesh_dim: int) -> bool:

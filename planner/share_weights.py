@@ -72,21 +72,25 @@ def _balanced(entering: list[dict[int, list[int]]]) -> list[dict[int, int]] | No
     into = [sum(w * entering[g][n][k] for g, of in enumerate(weights) for n, w in of.items()) for k in range(number)]
     scale = max(*into, 1)
     moves = [(g, a, b) for g, of in enumerate(entering) for a, b in product(of, of) if a != b]
-    steps = {(g, a, b): [y - x for x, y in zip(entering[g][a], entering[g][b], strict=True)] for g, a, b in moves}
-    cost = sum(x**_POWER for x in into)
+    steps = {}  # what each move changes, by the index of the node
+    for g, a, b in moves:
+        changes = enumerate(y - x for x, y in zip(entering[g][a], entering[g][b], strict=True))
+        steps[g, a, b] = [(k, change) for k, change in changes if change]
+    powers = [x**_POWER for x in into]
     while True:
-        best, chosen = cost, None
+        best, chosen = 0, None
         for move in moves:
             g, a, _ = move
             if weights[g][a]:
-                changed = sum((x + y) ** _POWER for x, y in zip(into, steps[move], strict=True))
-                if changed < best:
-                    best, chosen = changed, move
-        if chosen is None or (best - cost) * 10**6 > -cost:
+                change = sum([(into[k] + y) ** _POWER - powers[k] for k, y in steps[move]])
+                if change < best:
+                    best, chosen = change, move
+        if chosen is None or -best * 10**6 < sum(powers):
             break
         g, a, b = chosen
         weights[g][a] -= 1
         weights[g][b] += 1
-        into = [x + y for x, y in zip(into, steps[chosen], strict=True)]
-        cost = best
+        for k, y in steps[chosen]:
+            into[k] += y
+            powers[k] = into[k] ** _POWER
     return None if weights == equal or max(into) >= scale else weights

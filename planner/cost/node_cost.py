@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from ..exchange.node_change import NodeChange, node_transfer_table
+from ..exchange.node_change import NodeChange, node_transfer_table, shard_boxes
 from ..exchange.transfer_table import FILL
 from ..layouts.dtypes import ITEMSIZE
-from ..layouts.index_sets import held_sizes
-from ..layouts.layout import Layout
 from .priced_ranks import priced_ranks
 from .step_cost import StepPrice
 from .topology import Topology
@@ -32,8 +28,9 @@ def node_step_price(change: NodeChange, shape: tuple[int, ...], topology: Topolo
         return np.bincount(of[rows], weights=nbytes[rows], minlength=ranks)
 
     def peers(rows: np.ndarray) -> np.ndarray:
-        pairs = np.unique(receiver[rows] * ranks + sender[rows])
-        return np.bincount(pairs // ranks, minlength=ranks)
+        pairs = np.zeros((ranks, ranks), dtype=bool)
+        pairs[receiver[rows], sender[rows]] = True
+        return pairs.sum(axis=1)
 
     inside, across = near & ~own, ~near
     near_in, near_out = by_rank(receiver, inside), by_rank(sender, inside)
@@ -42,14 +39,9 @@ def node_step_price(change: NodeChange, shape: tuple[int, ...], topology: Topolo
     over_node = node.us(np.maximum(near_in, near_out), peers(inside))
     over_network = network.us(at.on_nic(far_in, far_out), peers(across))
     packed = (0 if node.one_sided else near_in + near_out) + (0 if network.one_sided else far_in + far_out)
-    before, after = (_shard_bytes(change, layout, shape) * size for layout in (change.source, change.target))
+    boxes = (shard_boxes(mesh, layout, shape)[0] for layout in (change.source, change.target))
+    before, after = ((box[:, :, 1] - box[:, :, 0]).prod(axis=1) * size for box in boxes)
     reduced = np.bincount(table.receiver, weights=(terms.sum(axis=1) - 1) * table.elements, minlength=ranks) * size
     us = np.maximum(over_node, over_network) + topology.copy_us(by_rank(receiver, own) + packed + reduced)
     staged = packed + (change.contributors if change.contributors > 1 else 0) * after
     return StepPrice(float(us.max()), 0.0, int((before + after + staged).max()))
-
-
-def _shard_bytes(change: NodeChange, layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
-    mesh = change.source_mesh
-    sizes = [math.prod(held_sizes(shape, layout, mesh.shape, mesh.coordinate(p))) for p in range(mesh.size)]
-    return np.array(sizes, dtype=np.int64)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 import numpy as np
 
-from ..layouts.index_sets import held_box, valid_box
+from ..layouts.index_sets import boxes_of_all
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.node_layout import NodeLayout
@@ -16,6 +15,8 @@ from ..layouts.nodes import Nodes, nodes_of
 from ..layouts.placements import Partial, Replicate
 from .layout_change import LayoutChange
 from .transfer_table import FILL, TransferTable
+
+_NO_BOUND = np.iinfo(np.int64).max
 
 
 class NodeChange(LayoutChange):
@@ -95,16 +96,22 @@ class NodeChange(LayoutChange):
 def node_transfer_table(change: NodeChange, shape: tuple[int, ...]) -> TransferTable:
     """The boxes of all ranks.
 
-    Of equal holders of a box the receiver itself comes first, then those of its node, then all, in turn.
+    A receiver's target shard is cut where a holder's part of it begins or ends. Of equal holders of a box the receiver
+    itself comes first, then those of its node, then all, in turn.
     """
-    mesh, ndim = change.source_mesh, len(shape)
-    held, held_from = _boxes(mesh, change.source, shape)
-    wanted, wanted_from = _boxes(mesh, change.target, shape)
-    parts = [_boxes_of(change, receiver, held, wanted[receiver]) for receiver in range(mesh.size)]
-    receiver, sender, start, extent = (np.concatenate(x) for x in zip(*parts, strict=True))
-    ones = np.ones_like(extent)
-    starts = start - held_from[sender[:, 0]], start - wanted_from[receiver]
-    return TransferTable(receiver, sender, *starts, extent, ones, ones, tuple(range(ndim)))
+    held_from, held = shard_boxes(change.source_mesh, change.source, shape)
+    wanted_from, wanted = shard_boxes(change.source_mesh, change.target, shape)
+    low = np.maximum(held[:, :, 0], wanted[:, None, :, 0])  # [receivers, holders, tensor dims]
+    high = np.minimum(held[:, :, 1], wanted[:, None, :, 1])
+    meets = change._receives_from & (low < high).all(axis=2)
+    receiver, start, stop, number = _cells(low, high, meets)
+    holds = meets[receiver]
+    for d in range(len(shape)):
+        holds &= (held[:, d, 0] <= start[:, d, None]) & (stop[:, d, None] <= held[:, d, 1])
+    sender = _senders(change, receiver, meets, holds, number)
+    extent, ones = stop - start, np.ones_like(start)
+    starts = start - held_from[sender[:, 0], :, 0], start - wanted_from[receiver, :, 0]
+    return TransferTable(receiver, sender, *starts, extent, ones, ones, tuple(range(len(shape))))
 
 
 def elements_into_nodes(change: NodeChange, shape: tuple[int, ...]) -> np.ndarray:
@@ -118,52 +125,69 @@ def elements_into_nodes(change: NodeChange, shape: tuple[int, ...]) -> np.ndarra
 
 
 @lru_cache(maxsize=256)
-def _boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """[positions, tensor dims, 2] what each rank has values of, and [positions, tensor dims] where its memory begins in
-    the tensor."""
-    positions, of_all = range(mesh.size), (mesh.size, len(shape), 2)
-    valid = np.array([valid_box(shape, layout, mesh, p) for p in positions], dtype=np.int64).reshape(of_all)
-    memory = [held_box(shape, layout, mesh.shape, mesh.coordinate(p)) for p in positions]
-    return valid, np.array(memory, dtype=np.int64).reshape(of_all)[:, :, 0]
+def shard_boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """`boxes_of_all`; cached."""
+    return boxes_of_all(shape, layout, mesh)
 
 
-def _boxes_of(change: NodeChange, receiver: int, held: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The boxes of one receiver: receiver [n], senders [n, contributors], start in the tensor [n, tensor dims],
-    extent."""
-    ndim, terms = held.shape[1], change.contributors
-    low, high = np.maximum(held[:, :, 0], wanted[:, 0]), np.minimum(held[:, :, 1], wanted[:, 1])
-    meets = change._receives_from[receiver].copy()
-    for d in range(ndim):  # faster than `all` along an axis of so few
-        meets &= low[:, d] < high[:, d]
-    holders = np.flatnonzero(meets)
-    holders = holders[np.argsort(change.term[holders], kind="stable")]
-    if not len(holders) or (wanted[:, 0] >= wanted[:, 1]).any():
-        none = np.zeros((0, ndim), dtype=np.int64)
-        return np.zeros(0, dtype=np.int64), np.zeros((0, terms), dtype=np.int64), none, none
-    spans = [list(pairwise(sorted({*low[holders, d].tolist(), *high[holders, d].tolist()}))) for d in range(ndim)]
-    index = np.indices([len(x) for x in spans]).reshape(ndim, -1)
-    cells = np.stack([np.array(x, dtype=np.int64)[i] for x, i in zip(spans, index, strict=True)], axis=1)
-    start, stop = cells[:, :, 0], cells[:, :, 1]
-    holds = np.ones((len(start), len(holders)), dtype=bool)
-    for d in range(ndim):
-        holds &= (held[holders, d, 0] <= start[:, d, None]) & (stop[:, d, None] <= held[holders, d, 1])
-    # Equal holders of each term: the receiver itself, else those of its node, else all; one of them in turn.
-    term = change.term[holders]
-    begins = np.ones(len(term), dtype=bool)
-    begins[1:] = term[1:] != term[:-1]
-    first, inverse = np.flatnonzero(begins), begins.cumsum() - 1
-    preference = np.where(holds, 1 + change._near[receiver, holders] + (holders == receiver), 0)
-    best = np.maximum.reduceat(preference, first, axis=1)[:, inverse]
-    equal = holds & (preference == best)
-    before = equal.cumsum(axis=1) - equal
-    index = before - before[:, first][:, inverse]
-    number = np.add.reduceat(equal.astype(np.int64), first, axis=1)[:, inverse]
-    turn = (np.arange(len(start)) + receiver)[:, None]
-    cell, holder = np.nonzero(equal & (index == turn % np.maximum(number, 1)))
-    senders = np.full((len(start), terms), FILL)
-    senders[cell, inverse[holder]] = holders[holder]
-    assert (senders[:, 0] != FILL).all(), "a box without a holder"
-    return np.full(len(start), receiver), senders, start, stop - start
+def _cells(low: np.ndarray, high: np.ndarray, meets: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The boxes into which the parts of the holders cut each receiver's shard: receiver [n], start [n, tensor dims],
+    stop, and the index among the boxes of the receiver [n].
+
+    Args:
+        low, high: [receivers, holders, tensor dims] the spans of the parts.
+        meets: [receivers, holders] whether there is such a part.
+    """
+    ranks, _, ndim = low.shape
+    bounds = np.where(
+        np.concatenate([meets, meets], axis=1)[:, :, None], np.concatenate([low, high], axis=1), _NO_BOUND
+    )
+    bounds.sort(axis=1)
+    first = np.ones(bounds.shape, dtype=bool)
+    first[:, 1:] = bounds[:, 1:] != bounds[:, :-1]
+    first &= bounds != _NO_BOUND
+    bounds = np.where(first, bounds, _NO_BOUND)
+    bounds.sort(axis=1)
+    spans = np.maximum(first.sum(axis=1) - 1, 0)  # [receivers, tensor dims]
+    cells = spans.prod(axis=1)
+    receiver = np.arange(ranks).repeat(cells)
+    number = np.arange(cells.sum()) - (cells.cumsum() - cells)[receiver]
+    start, stop = np.empty((2, len(receiver), ndim), dtype=np.int64)
+    index = number
+    for d in reversed(range(ndim)):
+        index, at = np.divmod(index, spans[receiver, d])
+        start[:, d], stop[:, d] = bounds[receiver, at, d], bounds[receiver, at + 1, d]
+    return receiver, start, stop, number
+
+
+def _senders(
+    change: NodeChange, receiver: np.ndarray, meets: np.ndarray, holds: np.ndarray, number: np.ndarray
+) -> np.ndarray:
+    """[n, contributors] the senders of each box, by the index of the term among those of its receiver.
+
+    Args:
+        receiver, number: as `_cells` returns them.
+        meets: [receivers, holders] whether a holder has a part of what a receiver wants.
+        holds: [n, holders] whether it has all of the box.
+    """
+    order = np.argsort(change.term, kind="stable")  # holders of a term are adjacent
+    term = change.term[order]
+    first = np.flatnonzero(np.diff(term, prepend=-1))
+    index = np.diff(term, prepend=-1).astype(bool).cumsum() - 1  # of each holder's term
+    present = np.logical_or.reduceat(meets[:, order], first, axis=1)
+    column = (present.cumsum(axis=1) - 1)[:, index]  # [receivers, holders]
+    holds = holds[:, order]
+    preference = (1 + change._near[:, order] + (order == np.arange(len(order))[:, None])).astype(np.int8)
+    preference = np.where(holds, preference[receiver], 0)
+    equal = holds & (preference == np.maximum.reduceat(preference, first, axis=1)[:, index])
+    before = equal.cumsum(axis=1, dtype=np.int16) - equal
+    among = np.add.reduceat(equal, first, axis=1, dtype=np.int16)[:, index]
+    turn = (number + receiver)[:, None] % np.maximum(among, 1)
+    cell, holder = np.nonzero(equal & (before - before[:, first][:, index] == turn))
+    senders = np.full((len(receiver), change.contributors), FILL)
+    senders[cell, column[receiver[cell], holder]] = order[holder]
+    assert (senders[:, :1] != FILL).all(), "a box without a holder"
+    return senders
 
 
 @lru_cache(maxsize=4096)

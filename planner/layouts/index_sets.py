@@ -143,18 +143,11 @@ def cut_dims(
 ) -> tuple[tuple[int, Parts, bool], ...]:
     """(tensor dim, cuts for the rank at `coordinate`, whether a cut is strided) of each tensor dim that is cut."""
     if isinstance(layout, NodeLayout):
-        return _with_cuts(layout, mesh_shape, coordinate, layout.parts(coordinate))
+        last, more = layout.tensor_dim, layout.parts(coordinate)
+        cuts = {**dict(layout.all_cuts), last: layout.cuts(last)}
+        parts = {d: parts_of(c, mesh_shape, coordinate) for d, c in cuts.items()}
+        return tuple((d, parts[d] + more if d == last else parts[d], is_strided(c)) for d, c in cuts.items())
     return tuple((d, parts_of(cuts, mesh_shape, coordinate), is_strided(cuts)) for d, cuts in layout.all_cuts)
-
-
-def _with_cuts(
-    layout: NodeLayout, mesh_shape: tuple[int, ...], coordinate: Coordinate, more: Parts
-) -> tuple[tuple[int, Parts, bool], ...]:
-    """`cut_dims` of the base layout with further cuts of its tensor dim."""
-    last = layout.tensor_dim
-    cuts = {**dict(layout.all_cuts), last: layout.cuts(last)}
-    parts = {d: parts_of(c, mesh_shape, coordinate) for d, c in cuts.items()}
-    return tuple((d, parts[d] + more if d == last else parts[d], is_strided(c)) for d, c in cuts.items())
 
 
 def held_sizes(
@@ -178,17 +171,6 @@ def held_box(
     """The spans of the shard of the rank at `coordinate`, one per tensor dim; from first to last index if strided."""
     box = [(0, n) for n in shape]
     for d, parts, _ in cut_dims(layout, mesh_shape, coordinate):
-        box[d] = held_span(shape[d], parts)
-    return tuple(box)
-
-
-def valid_box(shape: Sequence[int], layout: Layout, mesh: Mesh, position: int) -> tuple[Span, ...]:
-    """The spans of what the rank at `position` has values of: its shard, or its part of the sums of its node."""
-    at = mesh.coordinate(position)
-    if not isinstance(layout, NodeLayout):
-        return held_box(shape, layout, mesh.shape, at)
-    box = [(0, n) for n in shape]
-    for d, parts, _ in _with_cuts(layout, mesh.shape, at, layout.valid_parts(at)):
         box[d] = held_span(shape[d], parts)
     return tuple(box)
 
@@ -254,6 +236,17 @@ def spans_at(
         else:
             stop[d] = extent
     return start, stop
+
+
+def boxes_of_all(shape: Sequence[int], layout: Layout, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
+    """[positions, tensor dims, 2] the spans of each rank's shard, and of what it has values of: its shard, or its part
+    of the sums of its node. Without strided shards."""
+    held = np.stack(spans_at(shape, layout, mesh.shape, mesh.coordinates)).T  # [positions, tensor dims, start and stop]
+    if not isinstance(layout, NodeLayout):
+        return held, held
+    valid, d = held.copy(), layout.tensor_dim
+    valid[:, d] = np.stack(layout.narrowed(held[:, d, 0], held[:, d, 1]), axis=1)
+    return (held if layout.kind == "node sums" else valid), valid
 
 
 def overlaps(

@@ -6,7 +6,7 @@ the shard of a base layout once more, by the node of each rank.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -88,28 +88,18 @@ class NodeLayout(Layout):
         """[positions] the index of each rank on its node and the number of ranks there, the index of its node and the
         number of nodes, the weights of the nodes before its own and of all, each among the ranks that differ only along
         `along`."""
-        mesh, node = self.mesh, nodes_of(self.mesh.rank_array, self.nodes)
-        group, weights = self.group, np.array(self.weights or (0,) * mesh.size)
-        places = np.zeros((6, mesh.size), dtype=np.int64)
-        for members in (np.flatnonzero(group == g) for g in np.unique(group)):
-            present, first, index = np.unique(node[members], return_index=True, return_inverse=True)
-            places[2, members], places[3, members] = index.reshape(-1), len(present)
-            of_nodes = weights[members[first]]
-            places[4, members], places[5, members] = (of_nodes.cumsum() - of_nodes)[index.reshape(-1)], of_nodes.sum()
-            for n in present:
-                there = members[node[members] == n]
-                there = there[np.argsort(mesh.rank_array[there])]
-                places[0, there], places[1, there] = np.arange(len(there)), len(there)
-        return tuple(places)
+        places = _places(self.mesh, self.along, self.nodes)
+        if self.weights is None:
+            return *places, *np.zeros((2, self.mesh.size), dtype=np.int64)
+        group, node = self.group, places[2]
+        by_node = np.zeros((int(group.max()) + 1, int(node.max()) + 1), dtype=np.int64)
+        by_node[group, node] = self.weights
+        return *places, (by_node.cumsum(axis=1) - by_node)[group, node], by_node.sum(axis=1)[group]
 
     @property
     def group(self) -> np.ndarray:
         """[positions] a number for each rank, equal for those that differ only along `along`."""
-        group = np.zeros(self.mesh.size, dtype=np.int64)
-        for m in range(self.mesh.ndim):
-            if m not in self.along:
-                group = group * self.mesh.shape[m] + self.mesh.coordinates[m]
-        return group
+        return _group(self.mesh, self.along)
 
     @property
     def node(self) -> np.ndarray:
@@ -126,10 +116,8 @@ class NodeLayout(Layout):
 
     def parts(self, coordinate: Coordinate) -> tuple[tuple[int, int, int | range], ...]:
         """The cuts besides those of `base` for the memory of the rank at `coordinate` (`index_sets.Parts`)."""
-        return () if self.kind == "node sums" else self.valid_parts(coordinate)
-
-    def valid_parts(self, coordinate: Coordinate) -> tuple[tuple[int, int, int | range], ...]:
-        """The cuts besides those of `base` for what the rank at `coordinate` has values of."""
+        if self.kind == "node sums":
+            return ()
         position = int(np.array(coordinate) @ self.mesh.strides)
         index, ranks, node, nodes, before, total = (int(place[position]) for place in self._places)
         of_rank = (ranks, 1, index)
@@ -138,6 +126,47 @@ class NodeLayout(Layout):
         if self.weights is None:
             return (nodes, 1, node), of_rank
         return (total, 1, range(before, before + self.weights[position])), of_rank
+
+    def narrowed(self, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cut the spans [positions] that ranks hold of `tensor_dim` under `base` down to what they have values of."""
+        index, ranks, node, nodes, before, total = self._places
+        if self.kind == "shares" and self.weights is not None:
+            length, after = stop - start, before + np.array(self.weights)
+            start, stop = start + length * before // total, start + length * after // total
+        elif self.kind == "shares":
+            start, stop = _cut(start, stop, nodes, node)
+        return _cut(start, stop, ranks, index)
+
+
+def _group(mesh: Mesh, along: tuple[int, ...]) -> np.ndarray:
+    group = np.zeros(mesh.size, dtype=np.int64)
+    for m in range(mesh.ndim):
+        if m not in along:
+            group = group * mesh.shape[m] + mesh.coordinates[m]
+    return group
+
+
+@lru_cache(maxsize=256)
+def _places(mesh: Mesh, along: tuple[int, ...], nodes: Nodes | None) -> tuple[np.ndarray, ...]:
+    """The first four of `NodeLayout._places`."""
+    node, ranks = nodes_of(mesh.rank_array, nodes), mesh.rank_array
+    alike = _group(mesh, along)[:, None] == _group(mesh, along)
+    near = alike & (node[:, None] == node)
+    lower = ranks < ranks[:, None]
+    first = ~(near & (np.arange(mesh.size) < np.arange(mesh.size)[:, None])).any(axis=1)  # one rank of each node
+    others = alike & first
+    return (
+        (near & lower).sum(axis=1),
+        near.sum(axis=1),
+        (others & (node < node[:, None])).sum(axis=1),
+        others.sum(axis=1),
+    )
+
+
+def _cut(start: np.ndarray, stop: np.ndarray, parts: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`index_sets.cut` of many spans."""
+    size = -(-(stop - start) // parts)
+    return np.minimum(start + index * size, stop), np.minimum(start + (index + 1) * size, stop)
 
 
 def parse_node_layout(text: str, mesh: Mesh, nodes: Nodes | None) -> NodeLayout | None:

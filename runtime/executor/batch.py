@@ -12,7 +12,7 @@ import torch
 from ...planner import Batch, Exchange, Program
 from ..statistics import Summary
 from ..transports.base import OneSidedTransport, Transport, WindowedTransport
-from ..transports.comm_requests import Barrier, CommRequest, HierarchicalExchange, Transfer
+from ..transports.comm_requests import AwaitTransfer, Barrier, CommRequest, StartTransfer, Transfer
 from ..transports.symmetric_memory.window import Window
 from .bind import AnyStep, step_type, traffic_of
 from .choose_algorithm import Algorithm, choose_algorithm
@@ -70,15 +70,15 @@ class OneSidedRound(_Round):
         address, offered = transport.offer([receive_buffers.get(i) for i in range(self.tensors)])
         replies = (yield Barrier(self.peers, fingerprint, address)) if self.peers else []
         addresses = {r: transport.offered(a, self.tensors) for r, a in zip(self.peers, replies, strict=True)}
-        push, own = partial(self._push, xs, addresses), partial(self._push_own, xs, receive_buffers)
-        if transfer is not None:
-            yield HierarchicalExchange(transfer, push, Barrier(self.peers, fingerprint + 1, None, own))
+        started = None if transfer is None else (yield StartTransfer(transfer))
+        self._push(xs, addresses)
+        own = partial(self._push_own, xs, receive_buffers)
+        if self.peers:
+            yield Barrier(self.peers, fingerprint + 1, None, own)
         else:
-            push()
-            if self.peers:
-                yield Barrier(self.peers, fingerprint + 1, None, own)
-            else:
-                own()
+            own()
+        if transfer is not None:
+            yield AwaitTransfer(started)
         del offered  # every peer has read it
         for i, step in self.steps.items():
             messages = None if received is None else received.view(step.dtype)

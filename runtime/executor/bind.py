@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,9 +13,11 @@ from ..statistics import Summary
 from ..transports.base import Transport
 from .choose_algorithm import Algorithm, Reduction, choose_algorithm
 from .copies import contiguous_strides
-from .run import run_steps
+from .reduce_ahead import can_reduce_ahead, reduce_ahead
+from .run import Run, run_steps
 from .step_collective import CollectiveReduction
 from .step_direct import DirectStep
+from .step_forward import ForwardStep, can_forward
 from .step_hierarchical import HierarchicalStep, HierarchicalWindowStep
 from .step_put import PutStep
 from .step_sendrecv import SendRecvStep, can_stay_scattered
@@ -81,7 +84,7 @@ class BoundProgram:
         self.fingerprint = 0
         if program.exchanges:
             self.fingerprint = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)
-        self.steps: list[AnyStep] = []
+        self.steps: list[AnyStep | ForwardStep] = []
         algorithms = [choose_algorithm(program, step, position, transport, reduction) for step in program.steps]
         types = [step_type(algorithm, transport) for algorithm in algorithms]
         scattered, buffers = None, 1
@@ -100,9 +103,17 @@ class BoundProgram:
             )
             self.steps.append(bound)
             scattered, buffers = (bound.output_boxes, buffers + 1) if scatters else (None, 1)
+        for i in range(1, len(self.steps)):
+            first, second = self.steps[i - 1 : i + 1]
+            if can_reduce_ahead(first, second):
+                reduce_ahead(first, second)  # type: ignore[arg-type]
+            if can_forward(first, second):
+                self.steps[i] = ForwardStep(first, second)  # type: ignore[arg-type]
         for earlier in self.steps[:-1]:
             earlier.last = False
-        self.run = self.steps[0].run if len(self.steps) == 1 else partial(run_steps, self.steps)
+        self.run: Callable[[Any, int], Run] = (
+            self.steps[0].run if len(self.steps) == 1 else partial(run_steps, self.steps)
+        )
 
     def check(self, x: torch.Tensor) -> None:
         """

@@ -115,15 +115,22 @@ class BoundStep:
         return copies
 
     def reduction(self, staged: Terms, use: WindowUse | None = None) -> Reduction:
-        """The reduction into the output (target 0) of the input (source 0) and of the contributions of peers at
-        `staged`, registered in `launches`."""
-        reduce = self.step.reduce
-        assert reduce is not None
+        """The reduction into the output of `reduction_moves`, registered in `launches`."""
+        return self.reducing(self.reduction_moves(staged), use)
+
+    def reduction_moves(self, staged: Terms) -> list[Move]:
+        """For each row of the output (target 0), its terms: in the input (source 0), and those of peers at `staged`."""
         moves = []
         for index, row in enumerate(self.incoming):
             own = 0, self.source(row)
             terms = [own if p == self.me else staged[index, i] for i, p in enumerate(row.senders) if p != FILL]
             moves.append(Move((0, self.target(row)), terms))
+        return moves
+
+    def reducing(self, moves: Sequence[Move], use: WindowUse | None = None) -> Reduction:
+        """A reduction of this step, registered in `launches`."""
+        reduce = self.step.reduce
+        assert reduce is not None
         reduction = Reduction(moves, reduce, self.step.fill, self.dtype, self.device, use)
         if moves:
             self.launches.append(reduction)

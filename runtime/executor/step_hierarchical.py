@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -10,13 +10,13 @@ import torch
 
 from ...planner import Program, Row, Step
 from ..transports.base import Transport
-from ..transports.comm_requests import HierarchicalExchange, Transfer
+from ..transports.comm_requests import AwaitTransfer, StartTransfer, Transfer
 from .choose_algorithm import Algorithm, window_members
 from .copies import Copies, Move, Part, Reduction
 from .run import Run
 from .step import Terms
-from .step_put import PutStep
-from .step_sendrecv import SendRecvStep, SharedBuffers
+from .step_put import PutStep, Unreduced
+from .step_sendrecv import Arriving, SendRecvStep, SharedBuffers
 from .step_window import WindowStep
 
 _RECEIVED = 2  # index of the receive buffer of messages, after the input and the buffer that peers of the node write
@@ -36,8 +36,15 @@ class _RemoteMessages(SendRecvStep):
         """`staged`, with the index `source` for the receive buffer."""
         return {key: (source, where) for key, (_, where) in self.staged.items()}
 
-    def transfer(self, x: torch.Tensor, received: torch.Tensor, fingerprint: int, out: torch.Tensor) -> Transfer:
-        return cast("Transfer", self.messages([x], out, received, fingerprint))
+    def transfer(
+        self,
+        x: torch.Tensor,
+        received: torch.Tensor,
+        fingerprint: int,
+        out: torch.Tensor,
+        unreduced: Unreduced | None = None,
+    ) -> Transfer:
+        return cast("Transfer", self.messages([x], out, received, fingerprint, unreduced))
 
 
 def _split_by_node(
@@ -55,7 +62,12 @@ class HierarchicalStep(PutStep):
     How two ranks exchange depends on their nodes only, so both know. Messages are received in the output if possible,
     and otherwise unpacked. A reduction reads its terms from the staging buffer and from the receive buffer of the
     messages, in the order of contributors as everywhere.
+
+    Attributes:
+        is_forwarded: `run` returns `Arriving`, for a `ForwardStep`.
     """
+
+    is_forwarded = False
 
     def __init__(
         self,
@@ -69,26 +81,47 @@ class HierarchicalStep(PutStep):
         remote, local = _split_by_node(program, step, me, program.members(step, me), args[1])
         self.remote = _RemoteMessages(program, step, me, *args, algorithm=algorithm, shared=shared, members=remote)
         super().__init__(program, step, me, *args, members=local)
-        self.unpack = self.copies(self.remote.unpacked_from(1))
+        if not step.reduce:
+            staged = self.remote.staged_in(_RECEIVED).items()
+            self.remote.bind_arrivals(
+                {i: Move((0, self.target(self.incoming[i])), [place]) for (i, _), place in staged}, self.copies
+            )
         self.launches += self.remote.launches
 
     def bind_reduction(self) -> None:
-        self.reduce = self.reduction({**self.remote.staged_in(_RECEIVED), **self.staged()})
+        moves = self.reduction_moves({**self.remote.staged_in(_RECEIVED), **self.staged()})
+        self.remote.bind_arrivals(dict(enumerate(moves)), self.reducing)
 
-    def run(self, x: torch.Tensor, fingerprint: int) -> Run:
+    def run(self, x: torch.Tensor | Unreduced, fingerprint: int) -> Run:
+        arriving = yield from self.start(x, fingerprint)
+        return arriving if self.is_forwarded else (yield from self.arrive(arriving))
+
+    def start(self, x: torch.Tensor | Unreduced, fingerprint: int) -> Run:
+        """As `SendRecvStep.start`; the ranks of the node have exchanged afterwards."""
+        unreduced = x if isinstance(x, Unreduced) else None
+        x = x.out if isinstance(x, Unreduced) else x
+        opened = yield from self.open(fingerprint)
         received = torch.empty(self.remote.received, dtype=self.dtype, device=self.device)
-        transfer = partial(self.remote.transfer, x, received, fingerprint)
-        receive_buffer, out = yield from self.exchange(x, fingerprint, transfer)
-        return self.finish(x, receive_buffer, out, received)
+        started = yield StartTransfer(self.remote.transfer(x, received, fingerprint, opened.out, unreduced))
+        if unreduced:
+            self.remote.reductions[-1](unreduced.buffers, [x])
+        self.push_all(x, opened.addresses)
+        yield from self.close(opened, fingerprint, partial(self.push_own, x, opened) if self.own else None)
+        buffers = [x, opened.receive_buffer, received]
+        if self.remote.in_pieces:
+            self.remote.finish(buffers, [opened.out])
+        return Arriving(started, buffers, opened.out)
+
+    def arrive(self, arriving: Arriving, then: Callable[[int], None] | None = None) -> Run:
+        """As `SendRecvStep.arrive`."""
+        self.remote.last = self.last
+        return (yield from self.remote.arrive(arriving, then))
 
     def finish(
         self, x: torch.Tensor, receive_buffer: torch.Tensor, out: torch.Tensor, received: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert received is not None
-        if self.own:
-            self.unpack([x, received], [out])
-        else:
-            self.reduce([x, receive_buffer, received], [out])
+        self.remote.finish([x, receive_buffer, received], [out])
         return out
 
 
@@ -117,12 +150,9 @@ class HierarchicalWindowStep(WindowStep):
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         out, remote, window = self.empty(), self.remote, self.window
         received = torch.empty(remote.received, dtype=self.dtype, device=self.device)
-        yield HierarchicalExchange(
-            remote.transfer(x, received, fingerprint, out),
-            partial(self._push, x, fingerprint),
-            None,
-            out if self.last else None,
-        )
+        started = yield StartTransfer(remote.transfer(x, received, fingerprint, out))
+        self._push(x, fingerprint)
+        yield AwaitTransfer(started, output=out if self.last else None)
         if window is None:
             self.finish([x, received, received], [out])
             return out

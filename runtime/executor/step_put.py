@@ -5,18 +5,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...planner import FILL, Exchange, Row
 from ..transports.base import OneSidedTransport
-from ..transports.comm_requests import Address, Barrier, HierarchicalExchange, Transfer
+from ..transports.comm_requests import Address, Barrier
 from ..transports.shared_memory.allocator import block_size
 from ..transports.shared_memory.receive_buffers import LARGEST_KEPT
 from .copies import Copies, Move, contiguous_strides
 from .run import Run
 from .step import BoundStep, Terms
+
+
+class Opened(NamedTuple):
+    """The receive buffers of one run of a `PutStep`.
+
+    Attributes:
+        receive_buffer, address: of this rank.
+        addresses: of the peers' buffers.
+        kept: whether the buffers were kept from an earlier run.
+        out: the output.
+    """
+
+    receive_buffer: torch.Tensor
+    address: Address
+    addresses: Sequence[Address]
+    kept: bool
+    out: torch.Tensor
+
+
+class Unreduced(NamedTuple):
+    """An output whose reduction is left to the next step.
+
+    Attributes:
+        buffers: what the reduction reads.
+    """
+
+    buffers: list[torch.Tensor]
+    out: torch.Tensor
 
 
 class PutStep(BoundStep):
@@ -29,6 +57,9 @@ class PutStep(BoundStep):
     """
 
     transport: OneSidedTransport
+
+    leaves_reduction = False
+    """`run` returns `Unreduced` (`reduce_ahead`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -105,6 +136,8 @@ class PutStep(BoundStep):
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         if self.peers:
             receive_buffer, out = yield from self.exchange(x, fingerprint)
+            if self.leaves_reduction:
+                return Unreduced([x, receive_buffer], out)
             return self.finish(x, receive_buffer, out)
         if self.own:
             receive_buffer = self.new_receive_buffer()
@@ -125,45 +158,47 @@ class PutStep(BoundStep):
             self.reduce([x, receive_buffer], [out])
         return out
 
-    def exchange(
-        self, x: torch.Tensor, fingerprint: int, messages: Callable[[torch.Tensor], Transfer] | None = None
-    ) -> Run:
-        """Push to the peers and wait for their pushes. Returns the receive buffer and the output.
+    def exchange(self, x: torch.Tensor, fingerprint: int) -> Run:
+        """Push to the peers and wait for their pushes. Returns the receive buffer and the output."""
+        opened = yield from self.open(fingerprint)
+        self.push_all(x, opened.addresses)
+        own = partial(self.push_own, x, opened) if self.own else None
+        yield from self.close(opened, fingerprint, own)
+        return opened.receive_buffer, opened.out
 
-        Args:
-            messages: returns the transfer with ranks of other nodes, for an output; it runs at the same time.
-        """
-        transport, receive_buffers = self.transport, self.receive_buffers
+    def open(self, fingerprint: int) -> Run:
+        """Wait until the receive buffers of the peers may be written. Returns `Opened`."""
+        receive_buffers = self.receive_buffers
         kept = receive_buffers.take(fingerprint) if receive_buffers else None
         if kept is None:
             receive_buffer = self.new_receive_buffer()
-            address = transport.address(receive_buffer)
+            address = self.transport.address(receive_buffer)
             addresses = yield Barrier(self.peer_ranks, fingerprint, address)
         else:
             receive_buffer, address, addresses = kept[:3]
-        own = partial(self.push, x, self.own, address, self.own_nbytes) if self.own else None
-        out = self.output(receive_buffer)
-        output = out if self.last else None
+        return Opened(receive_buffer, address, addresses, kept is not None, self.output(receive_buffer))
+
+    def close(self, opened: Opened, fingerprint: int, during_wait: Callable[[], None] | None = None) -> Run:
+        """Wait until the peers have pushed."""
+        receive_buffers, block = self.receive_buffers, self.block
         next_buffer = next_address = None
-        if receive_buffers and self.has_run and receive_buffers.have_room(0 if kept else self.block):
+        if receive_buffers and self.has_run and receive_buffers.have_room(0 if opened.kept else block):
             next_buffer = self.new_receive_buffer()
-            next_address = transport.address(next_buffer)
-        barrier = Barrier(self.peer_ranks, fingerprint + 1, next_address, own, output)
-        if messages is None:
-            self.push_all(x, addresses)
-            addresses = yield barrier
-        else:
-            push = partial(self.push_all, x, addresses)
-            addresses = yield HierarchicalExchange(messages(out), push, barrier, output)
+            next_address = self.transport.address(next_buffer)
+        output = opened.out if self.last else None
+        addresses = yield Barrier(self.peer_ranks, fingerprint + 1, next_address, during_wait, output)
         if receive_buffers:
             if next_buffer is not None and None not in addresses:
                 receive_buffers.keep(
-                    fingerprint, next_buffer, next_address, addresses, self.block, self.largest, kept is not None
+                    fingerprint, next_buffer, next_address, addresses, block, self.largest, opened.kept
                 )
-            elif kept is not None:
-                receive_buffers.let_go(self.block, self.largest)
+            elif opened.kept:
+                receive_buffers.let_go(block, self.largest)
         self.has_run = True
-        return receive_buffer, out
+
+    def push_own(self, x: torch.Tensor, opened: Opened) -> None:
+        assert self.own is not None
+        self.push(x, self.own, opened.address, self.own_nbytes)
 
     def push_all(self, x: torch.Tensor, addresses: Sequence[Address]) -> None:
         for index, nbytes, copies in self.pushes:

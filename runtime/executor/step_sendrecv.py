@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from ...planner import FILL, Exchange, Row, Step
 from ..transports.backend_limits import BACKENDS
 from ..transports.base import TwoSidedTransport
-from ..transports.comm_requests import HEADER, AllGather, AllToAll, Transfer
+from ..transports.comm_requests import HEADER, AllGather, AllToAll, AwaitTransfer, StartTransfer, Transfer
 from .choose_algorithm import Algorithm
 from .copies import Copies, Move, Part, Reduction, ScatteredTensor, StridedTensor, contiguous_start, is_plain, packed
+from .pieces import Cut, part_of_move, pieces_of
 from .run import Run
 from .step import BoundStep, Terms
+from .step_put import Unreduced
+
+Key = TypeVar("Key")
 
 _PACKED = -1  # in place of the index of a buffer
 _ALIGNMENT = 16  # bytes; messages in a buffer that kernels pack or unpack are aligned, so that kernels move wide words
@@ -29,11 +33,28 @@ class SharedBuffers(NamedTuple):
     received_at: Mapping[int, int]
 
 
+class Arriving(NamedTuple):
+    """A run whose messages have started.
+
+    Attributes:
+        started: the transfer, for `AwaitTransfer`; None if there is none.
+        buffers: what the copies that complete the output read.
+        out: the output.
+    """
+
+    started: Any
+    buffers: list[torch.Tensor]
+    out: torch.Tensor
+
+
 class SendRecvStep(BoundStep):
     """Pack what peers need, exchange messages of exact size, unpack or reduce: one kernel before, one after.
 
     The exchange is one of three: a message to each peer, where contiguous data is sent and received in place; an
     all-to-all between two buffers; or an all-gather, where all ranks get the same.
+
+    On CPUs a message to a peer is sent in pieces: each is sent once it is packed, and unpacked or reduced once it has
+    arrived, while the next ones are on the wire.
 
     Args:
         algorithm: selects the exchange.
@@ -45,6 +66,9 @@ class SendRecvStep(BoundStep):
     """
 
     transport: TwoSidedTransport
+
+    is_forwarded = False
+    """`run` returns `Arriving`, for a `ForwardStep`."""
 
     def __init__(
         self,
@@ -70,11 +94,15 @@ class SendRecvStep(BoundStep):
         self.header = HEADER // self.dtype.itemsize if self.is_all_to_all else 0
         room = BACKENDS[self.transport.backend].all_to_all if self.is_all_to_all else 0
         self.room = self.header + room // self.dtype.itemsize
-        exact = self.is_all_to_all or self.is_all_gather or self.device.type == "cpu"
+        collective = self.is_all_to_all or self.is_all_gather
+        exact = collective or self.device.type == "cpu"
+        strided = any(layout.strided_dims for layout in (self.step.source, self.step.target))
+        self.in_pieces = self.device.type == "cpu" and shared is None and not (collective or strided)
         self.unit = 1 if exact else max(1, _ALIGNMENT // self.dtype.itemsize)
         peers = list(zip(self.peers, self.peer_ranks, strict=True))
         if self.is_all_to_all or self.is_all_gather:
             peers.sort(key=lambda peer: self.group.index(peer[1]))
+        self.on_arrival: Sequence[Copies | Reduction] = []
         self._bind_sends(peers[:1] if self.is_all_gather else peers, shared)
         if self.is_all_gather:
             rank = self.program.mesh.rank_at(self.me)
@@ -87,69 +115,96 @@ class SendRecvStep(BoundStep):
         self.send_sizes = [sent.get(rank, 0) * self.dtype.itemsize for rank in self.group]
         self.receive_sizes = [self.room * self.dtype.itemsize * (rank != me) for rank in self.group]
 
-    def _moves_to(self, peer: int, base: int) -> tuple[list[Move], int]:
-        """The copies that pack a peer's data from element `base` on, by contributor and row, and the end."""
+    def _pieces(self, rows: Iterable[tuple[Key, Row]]) -> Sequence[Sequence[tuple[Key, Row, Cut | None]]]:
+        """The pieces of a message."""
+        if self.in_pieces:
+            return pieces_of(rows, self.dtype.itemsize)
+        whole = [(key, row, None) for key, row in rows]
+        return [whole] if whole else []
+
+    def _moves(self, rows: Iterable[Row], base: int) -> tuple[list[Move], int]:
+        """The copies that pack rows from element `base` on, and the end."""
         moves: list[Move] = []
-        for _, rows in sorted(self.outgoing.get(peer, {}).items()):
-            for row in rows:
-                target = packed(row.extent, base)
-                for part in self.input.locate(row, self.boxes.axes):
-                    moves.append(Move((0, part.of(target)), [part.place]))
-                base += math.prod(row.extent)
+        for row in rows:
+            target = packed(row.extent, base)
+            for part in self.input.locate(row, self.boxes.axes):
+                moves.append(Move((0, part.of(target)), [part.place]))
+            base += math.prod(row.extent)
         return moves, base
 
     def _bind_sends(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> None:
-        self.sends: list[tuple[int, int, int, int]] = []
-        """Rank, index of the buffer or `_PACKED`, first and last element in it."""
-        packing: list[Move] = []
+        sends: list[tuple[int, tuple[int, int, int, int], list[Move], list[Row]]] = []
         self.packed = 0
         may_send_in_place = shared is None and not self.is_all_to_all
         for peer, rank in peers:
             first = self._aligned(self.packed) + self.header if shared is None else shared.sent_at[peer]
-            moves, last = self._moves_to(peer, first)
+            rows = [(c, row) for c, of_term in sorted(self.outgoing.get(peer, {}).items()) for row in of_term]
+            moves, last = self._moves([row for _, row in rows], first)
             if last == first and not self.is_all_to_all:
                 continue
             in_place = _contiguous_source(moves) if may_send_in_place else None
-            if in_place is not None:
-                buffer, start = in_place
-                self.sends.append((rank, buffer, start, start + last - first))
-                continue
-            packing += moves
-            self.sends.append((rank, _PACKED, first, last))
-            self.packed = last
-        self.pack = self.copies(packing)
+            buffer, start = (_PACKED, first) if in_place is None else in_place
+            for number, piece in enumerate(self._pieces(rows) or [[]]):
+                sent = [row for _, row, _ in piece]
+                moves, end = self._moves(sent, start)
+                sends.append((number, (rank, buffer, start, end), [] if in_place else moves, sent))
+                start = end
+            if in_place is None:
+                self.packed = last
+        # The first pieces of all messages come first.
+        sends.sort(key=lambda send: send[0])
+        self.sends = [send for _, send, _, _ in sends]
+        """Rank, index of the buffer or `_PACKED`, first and last element in it."""
+        packing = [moves for _, _, moves, _ in sends]
+        self.reductions: list[Reduction] = []
+        """Of the previous step, if they are left to this one: those that each send needs, then the rest."""
+        if self.in_pieces:
+            self.sent_rows = [rows for _, _, _, rows in sends]
+            """For each send, the rows in it; those that are cut, in parts."""
+            self.pack_piece = [self.copies(moves) for moves in packing]
+            packing = []
+        self.pack = self.copies([move for moves in packing for move in moves])
 
     def _bind_receives(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> list[tuple[Row, Part]]:
         """The rows that have to be unpacked, and where in the receive buffer they are."""
-        self.receives: list[tuple[int, int, int, bool]] = []
-        """Rank, first and last element, and whether in the output instead of the receive buffer."""
+        receives: list[tuple[int, tuple[int, int, int, bool], list[tuple[int, Cut | None]]]] = []
         self.staged: Terms = {}
         unpack: list[tuple[Row, Part]] = []
         in_place = shared is None and not (self.is_all_to_all or self.keep_scattered or self.step.reduce)
         in_place = in_place and (not self.is_all_gather or self._gathers_in_order(peers))
         base = 0
-        for number, (peer, rank) in enumerate(peers):
-            first = base = self._aligned(base) if shared is None else shared.received_at[peer]
+        for index, (peer, rank) in enumerate(peers):
+            base = self._aligned(base) if shared is None else shared.received_at[peer]
             if self.is_all_to_all:
-                first = base = number * self.room + self.header
-            for contributor, rows in sorted(self.incoming_from.get(peer, {}).items()):
-                start = contiguous_start(self.target(row) for _, row in rows) if in_place else None
-                if start is not None:
-                    self.receives.append((rank, start, start + _elements(row for _, row in rows), True))
-                    continue
-                for i, row in rows:
-                    place = self.receive_index, packed(row.extent, base)
-                    self.staged[i, contributor] = place
-                    unpack.append((row, place))
-                    base += math.prod(row.extent)
-            if base > first:
-                self.receives.append((rank, first, base, False))
+                base = index * self.room + self.header
+            by_term = sorted(self.incoming_from.get(peer, {}).items())
+            rows = [(i, row) for _, of_term in by_term for i, row in of_term]
+            place = contiguous_start(self.target(row) for _, row in rows) if in_place else None
+            is_in_output = place is not None
+            start = base if place is None else place
+            for number, piece in enumerate(self._pieces(rows)):
+                end = start + _elements(row for _, row, _ in piece)
+                parts = [(i, cut) for i, _, cut in piece]
+                receives.append((number, (rank, start, end, is_in_output), parts))
+                start = end
+            if not is_in_output:
+                for contributor, of_term in by_term:
+                    for i, row in of_term:
+                        where = self.receive_index, packed(row.extent, base)
+                        self.staged[i, contributor] = where
+                        unpack.append((row, where))
+                        base += math.prod(row.extent)
+        receives.sort(key=lambda receive: receive[0])
+        self.receives = [receive for _, receive, _ in receives]
+        """Rank, first and last element, and whether in the output instead of the receive buffer."""
+        self.arrives_with = {part: k for k, (_, _, parts) in enumerate(receives) for part in parts}
+        """By index in `incoming` and cut, the index of the last receive that brings a term of it."""
         self.received = len(peers) * self.room if self.is_all_to_all else base
         return unpack
 
     def bind_finish(self, unpack: list[tuple[Row, Part]]) -> None:
         if self.step.reduce:
-            self.finish: Reduction | Copies = self.reduction(self.staged)
+            self.bind_arrivals(dict(enumerate(self.reduction_moves(self.staged))), self.reducing)
             return
         kept = [] if self.is_all_gather else [row for row in self.incoming if row.senders[0] == self.me]
         parts = [(row, part) for row in kept for part in self.input.locate(row, self.boxes.axes)]
@@ -158,8 +213,26 @@ class SendRecvStep(BoundStep):
             return
         moves = [Move((0, part.of(self.target(row))), [part.place]) for row, part in parts]
         moves += self.fills()
-        moves += [Move((0, self.target(row)), [place]) for row, place in unpack]
-        self.finish = self.copies(moves)
+        of_row = {i: Move((0, self.target(self.incoming[i])), [where]) for (i, _), where in self.staged.items()}
+        self.bind_arrivals(of_row, self.copies, moves)
+
+    def bind_arrivals(
+        self,
+        of_row: Mapping[int, Move],
+        bind: Callable[[list[Move]], Copies] | Callable[[list[Move]], Reduction],
+        more: Sequence[Move] = (),
+    ) -> None:
+        """Bind what completes the output: `finish` for everything, or, in pieces, for what no message brings, and
+        `on_arrival` for each receive."""
+        moves = dict(of_row)
+        if self.in_pieces:
+            at: list[list[Move]] = [[] for _ in self.receives]
+            for (i, cut), k in self.arrives_with.items():
+                if i in of_row:
+                    at[k].append(part_of_move(of_row[i], cut))
+                    moves.pop(i, None)
+            self.on_arrival = [bind(of_piece) for of_piece in at]
+        self.finish = bind([*more, *moves.values()])
 
     def _gathers_in_order(self, peers: Sequence[tuple[int, int]]) -> bool:
         """Whether the output is the concatenation of the data of all ranks."""
@@ -174,7 +247,11 @@ class SendRecvStep(BoundStep):
     def _aligned(self, elements: int) -> int:
         return -(-elements // self.unit) * self.unit
 
-    def run(self, x: torch.Tensor | list[torch.Tensor], fingerprint: int) -> Run:
+    def run(self, x: torch.Tensor | list[torch.Tensor] | Unreduced, fingerprint: int) -> Run:
+        if self.in_pieces and not self.keep_scattered:
+            arriving = yield from self.start(x, fingerprint)
+            return arriving if self.is_forwarded else (yield from self.arrive(arriving))
+        assert not isinstance(x, Unreduced)
         buffers = x if isinstance(x, list) else [x]
         out = None if self.keep_scattered else self.empty()
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
@@ -188,10 +265,47 @@ class SendRecvStep(BoundStep):
         self.finish(buffers, [out])
         return out
 
+    def start(self, x: torch.Tensor | list[torch.Tensor] | Unreduced, fingerprint: int) -> Run:
+        """Start the messages, and complete what they do not bring. Returns `Arriving`."""
+        unreduced = x if isinstance(x, Unreduced) else None
+        buffers = [unreduced.out] if unreduced else x if isinstance(x, list) else [cast("torch.Tensor", x)]
+        out = self.empty()
+        received = torch.empty(self.received, dtype=self.dtype, device=self.device)
+        started = None
+        if self.sends or self.receives:
+            messages = self.messages(buffers, out, received, fingerprint, unreduced)
+            started = yield StartTransfer(cast("Transfer", messages))
+        if unreduced:
+            self.reductions[-1](unreduced.buffers, [unreduced.out])
+        buffers = [*buffers, received]
+        self.finish(buffers, [out])
+        return Arriving(started, buffers, out)
+
+    def arrive(self, arriving: Arriving, then: Callable[[int], None] | None = None) -> Run:
+        """Complete the output as messages arrive, and return it. `then` is called after each receive."""
+        started, buffers, out = arriving
+        output = out if self.last else None
+        for k, complete in enumerate(self.on_arrival):
+            yield AwaitTransfer(started, k + 1, output)
+            complete(buffers, [out])
+            if then is not None:
+                then(k)
+        if started is not None:
+            yield AwaitTransfer(started, None, output)
+        if not self.in_pieces:
+            self.finish(buffers, [out])
+        return out
+
     def messages(
-        self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor, fingerprint: int
+        self,
+        buffers: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        received: torch.Tensor,
+        fingerprint: int,
+        unreduced: Unreduced | None = None,
     ) -> Transfer | AllToAll | AllGather:
-        """Pack and return the request for the exchange."""
+        """The request for the exchange, packed unless it is in pieces. `unreduced`: the input, if it is reduced piece
+        by piece."""
         packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
         self.pack(buffers, [packed])
         packed_bytes, received_bytes, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
@@ -213,7 +327,14 @@ class SendRecvStep(BoundStep):
             (rank, (out_bytes if in_output else received_bytes)[first * size : last * size])
             for rank, first, last, in_output in self.receives
         ]
-        return Transfer(tuple(sends), tuple(receives), fingerprint, group=self.transfer_group)
+
+        def pack_piece(i: int) -> None:
+            if unreduced:
+                self.reductions[i](unreduced.buffers, [unreduced.out])
+            self.pack_piece[i](buffers, [packed])
+
+        before_send = pack_piece if self.in_pieces else None
+        return Transfer(tuple(sends), tuple(receives), fingerprint, group=self.transfer_group, before_send=before_send)
 
 
 def _elements(rows: Iterable[Row]) -> int:

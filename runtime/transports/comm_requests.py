@@ -45,19 +45,23 @@ class Transfer(NamedTuple):
     during_wait: Callable[[], None] | None = None
     """Called once the messages have started and before waiting for them: work that neither reads what is received nor
     writes what is sent."""
+    before_send: Callable[[int], None] | None = None
+    """Called with the index of each send before it starts: packs it."""
 
 
-class HierarchicalExchange(NamedTuple):
-    """Exchange messages with ranks of other nodes and push to ranks of this node. Hierarchical transports only.
-
-    The transfer starts first; `push` then writes into the buffers that the peers of `barrier` offered; then the ranks
-    of the node synchronise, and the transfer is awaited. The result is that of the barrier.
-    """
+class StartTransfer(NamedTuple):
+    """Start a transfer. The result is for `AwaitTransfer`, which has to follow; other requests may come before it."""
 
     transfer: Transfer
-    push: Callable[[], None]
-    barrier: Barrier | None
-    """None where the ranks of a node synchronise on the device."""
+    output: torch.Tensor | None = None
+
+
+class AwaitTransfer(NamedTuple):
+    """Wait until receives of a started transfer have arrived, or until all of it is done."""
+
+    started: Any
+    receives: int | None = None
+    """The number of receives to wait for, in their order; None: all, and the sends."""
     output: torch.Tensor | None = None
 
 
@@ -116,7 +120,7 @@ class AllReduce(NamedTuple):
 
 
 Collective = AllToAll | AllGather | ReduceScatter | AllReduce
-CommRequest = Barrier | Transfer | HierarchicalExchange | Collective
+CommRequest = Barrier | Transfer | StartTransfer | AwaitTransfer | Collective
 
 
 class PendingCall(Protocol):

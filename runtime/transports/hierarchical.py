@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from ...errors import TransportError
 from .backend_limits import WindowPolicy
-from .comm_requests import Barrier, CommRequest, HierarchicalExchange, PendingCall
+from .comm_requests import Barrier, CommRequest, PendingCall
 from .process_group import ProcessGroupTransport
 from .rendezvous.rendezvous import Rendezvous
 from .shared_memory.transport import SharedMemoryTransport
@@ -108,22 +108,7 @@ class HierarchicalSharedMemoryTransport(HierarchicalTransport[SharedMemoryTransp
         self.receive_buffers = inside.receive_buffers
 
     def begin(self, request: CommRequest) -> Callable[[], Any]:
-        if isinstance(request, Barrier):
-            return self.inside.begin(request)
-        if not isinstance(request, HierarchicalExchange):
-            return self.across.begin(request)
-        finish_transfer = self.across.begin(request.transfer)
-        request.push()
-        assert request.barrier is not None
-        finish_barrier = self.inside.begin(request.barrier)
-
-        def wait() -> Any:
-            # A failure inside the node is noticed while waiting; one across nodes, when the connection is closed.
-            addresses = finish_barrier()
-            finish_transfer()
-            return addresses
-
-        return wait
+        return (self.inside if isinstance(request, Barrier) else self.across).begin(request)
 
 
 class HierarchicalSymmetricMemoryTransport(HierarchicalTransport[SymmetricMemoryTransport]):
@@ -137,10 +122,3 @@ class HierarchicalSymmetricMemoryTransport(HierarchicalTransport[SymmetricMemory
         super().__init__(inside, across, nodes)
         self.window, self.signal, self.turn = inside.window, inside.signal, inside.turn
         self.outputs = inside.outputs
-
-    def begin(self, request: CommRequest) -> Callable[[], Any]:
-        if not isinstance(request, HierarchicalExchange):
-            return self.across.begin(request)
-        finish_transfer = self.across.begin(request.transfer)
-        request.push()
-        return finish_transfer

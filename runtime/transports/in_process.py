@@ -15,13 +15,17 @@ from .comm_requests import (
     AllGather,
     AllReduce,
     AllToAll,
+    AwaitTransfer,
     Barrier,
     Collective,
     CommRequest,
-    HierarchicalExchange,
     ReduceScatter,
+    StartTransfer,
     Transfer,
 )
+
+_NOT_ARRIVED = 0xAB
+"""Bytes in place of data that a rank does not await yet."""
 
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -109,10 +113,19 @@ def run_all(runs: Mapping[int, Generator[CommRequest, Any, Any]]) -> dict[int, A
     return outputs
 
 
+class _Started:
+    """A transfer that has started. `arrived`: the messages, from the first wait on; the memory for those that are not
+    awaited yet holds something else."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer, self.arrived = transfer, list[torch.Tensor]()
+
+
 def _awaited(request: CommRequest, rank: int) -> list[int]:
-    if isinstance(request, HierarchicalExchange):
-        assert request.barrier is not None
-        return _awaited(request.transfer, rank) + _awaited(request.barrier, rank)
+    if isinstance(request, StartTransfer):
+        return []
+    if isinstance(request, AwaitTransfer):
+        return [] if request.started.arrived else _awaited(request.started.transfer, rank)
     if isinstance(request, Barrier):
         return list(request.peers)
     if isinstance(request, Collective):
@@ -141,11 +154,10 @@ def _sends(request: Transfer | Collective) -> Sequence[tuple[int, torch.Tensor]]
 
 
 def _post(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[Any]]) -> None:
-    if isinstance(request, HierarchicalExchange):
+    if isinstance(request, StartTransfer):
         _post(rank, request.transfer, posted)
-        request.push()
-        assert request.barrier is not None
-        _post(rank, request.barrier, posted)
+        return
+    if isinstance(request, AwaitTransfer):
         return
     if isinstance(request, Barrier):
         for peer in request.peers:
@@ -154,7 +166,9 @@ def _post(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[A
             request.during_wait()
         return
     messages: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for peer, buffer in _sends(request):
+    for i, (peer, buffer) in enumerate(_sends(request)):
+        if isinstance(request, Transfer) and request.before_send is not None:
+            request.before_send(i)
         messages[peer].append(buffer.clone())
     for peer, buffers in messages.items():
         posted[rank, peer].append((request.fingerprint, buffers))
@@ -163,10 +177,18 @@ def _post(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[A
 
 
 def _answered(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[Any]]) -> Any:
-    if isinstance(request, HierarchicalExchange):
-        _answered(rank, request.transfer, posted)
-        assert request.barrier is not None
-        return _answered(rank, request.barrier, posted)
+    if isinstance(request, StartTransfer):
+        return _Started(request.transfer)
+    if isinstance(request, AwaitTransfer):
+        started = request.started
+        if not started.arrived:
+            _answered(rank, started.transfer, posted)
+            started.arrived = [buffer.clone() for _, buffer in started.transfer.receives]
+            for _, buffer in started.transfer.receives:
+                buffer.fill_(_NOT_ARRIVED)
+        for (_, buffer), data in list(zip(started.transfer.receives, started.arrived, strict=True))[: request.receives]:
+            buffer.copy_(data)
+        return None
     own = [rank] if isinstance(request, Collective) else []
     received = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
     for peer, (fingerprint, _) in received.items():

@@ -14,7 +14,18 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PeerError, TransportError
-from .comm_requests import AllGather, AllReduce, AllToAll, Collective, CommRequest, PendingCall, ReduceScatter, Transfer
+from .comm_requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    AwaitTransfer,
+    Collective,
+    CommRequest,
+    PendingCall,
+    ReduceScatter,
+    StartTransfer,
+    Transfer,
+)
 from .device_fingerprints import DeviceFingerprints
 from .rendezvous.rendezvous import Rendezvous
 from .watchdog import Watchdog
@@ -128,19 +139,30 @@ class ProcessGroupTransport:
                 sends, receives = (tuple((p, x[i : i + 1]) for i, p in enumerate(peers)) for x in (sent, received))
                 self.answer(Transfer(sends, receives, 0, group=group))
 
-    def answer(self, request: CommRequest) -> None:
-        self.begin(request)()
+    def answer(self, request: CommRequest) -> Any:
+        return self.begin(request)()
 
-    def begin(self, request: CommRequest) -> Callable[[], None]:
-        """Start a request. The returned function waits for the peers."""
-        assert isinstance(request, Transfer | Collective)
+    def begin(self, request: CommRequest) -> Callable[[], Any]:
+        """Start a request. The returned function waits for the peers and returns the result."""
+        if isinstance(request, AwaitTransfer):
+            return partial(request.started, request.receives)
+        if isinstance(request, StartTransfer):
+            started = self._start(request.transfer)
+            return lambda: started
+        if isinstance(request, Transfer):
+            return self._start(request)
+        assert isinstance(request, Collective)
         if not self.has_tags:
             return self._with_fingerprints(request)
         if isinstance(request, AllToAll):
             return self._with_headers(request)
-        if isinstance(request, Collective):
-            self._check_neighbour(request)
-            return self._collective(request)
+        self._check_neighbour(request)
+        return self._collective(request)
+
+    def _start(self, request: Transfer) -> Callable[..., None]:
+        """Start messages. The returned function waits for the number of receives that it is given, or for all."""
+        if not self.has_tags:
+            return _once(self._with_fingerprints(request))
         world: Any = dist.distributed_c10d.GroupMember.WORLD
         tag = message_tag(request.fingerprint, self.rendezvous.calls.current.number)
         peers, works = [], []
@@ -148,14 +170,24 @@ class ProcessGroupTransport:
             for peer, buffer in request.receives:
                 works.append(world.recv([buffer], peer, tag))
                 peers.append(peer)
-            for peer, buffer in request.sends:
+            for i, (peer, buffer) in enumerate(request.sends):
+                if request.before_send is not None:
+                    request.before_send(i)
                 works.append(world.send([buffer], peer, tag))
                 peers.append(peer)
         except RuntimeError as error:
             raise self._connection_error((peer,), error) from error
         if request.during_wait is not None:
             request.during_wait()
-        return partial(self._wait, tuple(peers), works)
+        done = 0
+
+        def wait(receives: int | None = None) -> None:
+            nonlocal done
+            end = len(works) if receives is None else receives
+            self._wait(tuple(peers[done:end]), works[done:end])
+            done = max(done, end)
+
+        return wait
 
     def _wait(self, peers: tuple[int, ...], works: Sequence[dist.Work]) -> None:
         """Wait for works, one per peer or one collective with all peers."""
@@ -250,6 +282,9 @@ class ProcessGroupTransport:
         own = fingerprints[self.rank : self.rank + 1]
         sends = [*sends, *((p, own) for p in receivers if p != self.rank)]
         incoming = [*receives, *((p, fingerprints[p : p + 1]) for p in senders if p != self.rank)]
+        if isinstance(request, Transfer) and request.before_send is not None:
+            for i in range(len(request.sends)):
+                request.before_send(i)
         operations = [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in incoming]
         operations += [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in sends]
         works = dist.batch_isend_irecv(operations) if operations else []
@@ -322,6 +357,12 @@ class ProcessGroupTransport:
 
 
 _Header = ctypes.c_int64 * 2
+
+
+def _once(finish: Callable[[], None]) -> Callable[..., None]:
+    """A function that calls `finish` the first time, whatever it is given."""
+    waits = [finish]
+    return lambda receives=None: waits.pop()() if waits else None
 
 
 def _device_of(request: Transfer) -> torch.device | None:

@@ -14,7 +14,7 @@ import pytest
 
 from shardweave.errors import ArgumentError
 from shardweave.planner import NVLINK_INFINIBAND, Exchange, Layout, Mesh, Program, TransferTable, draw, plan
-from shardweave.planner.layouts.index_sets import valid_box
+from shardweave.planner.layouts.index_sets import boxes_of_all
 from shardweave.planner.layouts.node_layout import NodeLayout
 from shardweave.planner.render.explain import totals
 
@@ -180,8 +180,8 @@ def mask_of(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
     if not isinstance(layout, NodeLayout):
         return oracle.held_mask(mesh.shape, shape, str(layout))
     mask = np.zeros((mesh.size, *shape), dtype=bool)
-    for position in range(mesh.size):
-        mask[(position, *(slice(*span) for span in valid_box(shape, layout, mesh, position)))] = True
+    for position, box in enumerate(boxes_of_all(shape, layout, mesh)[1]):
+        mask[(position, *(slice(*span) for span in box))] = True
     return mask.reshape(mesh.size, -1)
 
 

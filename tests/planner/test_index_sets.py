@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardweave.planner import Layout, Mesh
 from shardweave.planner.layouts.index_sets import (
+    boxes_of_all,
     cells_meeting,
     common_runs,
     cut,
@@ -18,6 +19,8 @@ from shardweave.planner.layouts.index_sets import (
     held_span,
     held_spans,
 )
+from shardweave.planner.layouts.node_layout import Kind, NodeLayout
+from shardweave.planner.layouts.nodes import RankNodes
 
 pytestmark = pytest.mark.plan
 
@@ -138,3 +141,17 @@ def test_held_sizes_of_strided_shards(text: str) -> None:
     for position, expected in enumerate(oracle.held_indices(mesh_shape, shape, text)):
         coordinate = Mesh(mesh_shape).coordinate(position)
         assert held_sizes(shape, Layout.parse(text), mesh_shape, coordinate) == tuple(expected.shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"), [("node sums", None), ("node shares", None), ("shares", None), ("shares", (3, 0, 5, 4, 4, 5))]
+)
+def test_boxes_of_all_match_those_of_each_rank(kind: Kind, weights: tuple[int, ...] | None) -> None:
+    mesh, nodes = Mesh((2, 3)), RankNodes((0, 0, 1, 2, 2, 1))
+    base = Layout.parse("R S0" if kind != "node sums" else "P S0", mesh.shape)
+    layout = NodeLayout(kind, base, 0, (0,), mesh, nodes, weights)
+    for shape in ((17, 3), (1, 2), (0, 4)):
+        held, valid = boxes_of_all(shape, layout, mesh)
+        each = [held_box(shape, layout, mesh.shape, mesh.coordinate(p)) for p in range(mesh.size)]
+        assert held.tolist() == [[list(span) for span in box] for box in each]
+        assert (held == valid).all() or kind == "node sums"

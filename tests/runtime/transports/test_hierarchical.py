@@ -25,8 +25,10 @@ import shardweave
 from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
 from shardweave.planner import Mesh, Topology
+from shardweave.runtime.executor import pieces
 from shardweave.runtime.executor.choose_algorithm import AssumedTransport, choose_algorithm, explain_on
-from shardweave.runtime.transports.comm_requests import HEADER, AllToAll, Transfer
+from shardweave.runtime.transports.backend_limits import BACKENDS, CollectiveLimits
+from shardweave.runtime.transports.comm_requests import HEADER, AllToAll, AwaitTransfer, StartTransfer, Transfer
 from shardweave.runtime.transports.process_group import ProcessGroupTransport
 from shardweave.runtime.transports.select import current_transports
 
@@ -170,6 +172,43 @@ def test_random_redistributions_give_the_bits_of_shared_memory(ranks: int, count
     assert mixed == run_ranks(digests, ranks, ranks, "shared_memory", 100 * ranks, count)
 
 
+def cut_messages() -> None:
+    """Cut small messages too, and use no all-to-all for small shards."""
+    pieces.PIECE_BYTES = 64
+    BACKENDS["gloo"] = CollectiveLimits(all_to_all=0, all_gather=0)
+
+
+def digests_in_pieces(rank: int, *args: Any) -> list[str]:
+    cut_messages()
+    return digests(rank, *args)
+
+
+@pytest.mark.multi
+def test_messages_in_pieces_give_the_bits_of_shared_memory() -> None:
+    mixed = run_ranks(digests_in_pieces, 4, 4, "hierarchical", 700, 6, environment=PRETENDED)
+    assert mixed == run_ranks(digests, 4, 4, "shared_memory", 700, 6)
+
+
+def gather_later(rank: int) -> None:
+    """Asynchronous calls of two steps, of which several are pending at a time; their outputs are used in any order."""
+    cut_messages()
+    mesh = init_device_mesh("cpu", (2, 2))
+    for source, target in ((["S0", "S0"], ["R", "R"]), (["P", "P"], ["R", "R"]), (["P", "P"], ["S0", "S0"])):
+        whole = torch.arange(24.0 * 10).view(24, 10)
+        placements = [placements_of(" ".join(text)) for text in (source, target)]
+        x = distribute_tensor(whole, mesh, [Replicate() if p.is_partial() else p for p in placements[0]])
+        x = DTensor.from_local(x.to_local(), mesh, placements[0], run_check=False)
+        outs = [shardweave.redistribute(x, placements[1], topology=NODES, async_op=True) for _ in range(3)]
+        for y in reversed(outs):
+            want = distribute_tensor(whole * (4 if "P" in source else 1), mesh, placements[1]).to_local()
+            assert torch.equal(y.to_local() + 0, want)
+
+
+@pytest.mark.multi
+def test_async_messages_in_pieces() -> None:
+    run_ranks(gather_later, 4, environment=PRETENDED)
+
+
 class Counted:
     """Counts the bytes sent to each rank through torch.distributed, which must be on other nodes."""
 
@@ -191,13 +230,16 @@ class Counted:
                         self.received += int(written.max()) + 1 if len(written) else 0
 
                 return count
-            assert isinstance(request, Transfer)
-            for peer, buffer in (*request.sends, *request.receives):
+            if isinstance(request, AwaitTransfer):
+                return stock(transport, request)
+            transfer = request.transfer if isinstance(request, StartTransfer) else request
+            assert isinstance(transfer, Transfer)
+            for peer, buffer in (*transfer.sends, *transfer.receives):
                 assert peer // 2 != rank // 2, f"rank {rank} and rank {peer} share a node"
                 assert buffer.dtype is torch.uint8
                 self.messages += 1
-            self.sent += sum(buffer.numel() for _, buffer in request.sends)
-            self.received += sum(buffer.numel() for _, buffer in request.receives)
+            self.sent += sum(buffer.numel() for _, buffer in transfer.sends)
+            self.received += sum(buffer.numel() for _, buffer in transfer.receives)
             return stock(transport, request)
 
         stock = ProcessGroupTransport.begin
