@@ -155,11 +155,10 @@ def _checked(access: Any, kind: str, pointers_at: int, mask_at: int | None) -> A
         if wrong.any():
             lane = int(np.flatnonzero(wrong)[0])
             low, high = (int(np.broadcast_to(edge, wrong.shape).ravel()[lane]) for edge in (low, high))
-            where = f"the tensor at [{low}, {high})" if low < high else "no tensor that is alive"
+            tensor = f"the tensor at [{low}, {high})" if low < high else "no tensor that is alive"
             at = int(np.broadcast_to(first, wrong.shape).ravel()[lane])
-            raise OutOfBounds(
-                f"{kind}: {int(wrong.sum())} of {wrong.size} lanes, first lane {lane}: bytes [{at}, {at + size}) of {where}"
-            )
+            lanes = f"{int(wrong.sum())} of {wrong.size} lanes, first lane {lane}"
+            raise OutOfBounds(f"{kind}: {lanes}: bytes [{at}, {at + size}) of {tensor}")
         accessed[kind] += 1
         return access(self, *arguments)
 
