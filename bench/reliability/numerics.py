@@ -1,9 +1,9 @@
 """Errors of reductions against float64, beside gloo's.
 
-`python -m shardweave.bench.reliability.numerics --out FILE` reduces random terms of 2 to 64 ranks to replicas, partial to
-replicated, which is what an all-reduce does. shardweave's ranks are virtual, in this process: the order of a reduction
-does not depend on the transport. gloo's ranks are threads of this process, each with a `ProcessGroupGloo`, and make
-one `all_reduce`; an average is gloo's sum divided in the dtype. Nothing is timed.
+`python -m shardweave.bench.reliability.numerics --out FILE` reduces random terms of 2 to 64 ranks to replicas, partial
+to replicated, which is what an all-reduce does. shardweave's ranks are virtual, in this process: the order of a
+reduction does not depend on the transport. gloo's ranks are threads of this process, each with a `ProcessGroupGloo`,
+and make one `all_reduce`; an average is gloo's sum divided in the dtype. Nothing is timed.
 
 The error of an element is its distance from the reduction in float64 of the same terms, in units in the last place
 (ulp) of the latter: 0.5 or less is a reduction that is rounded once. Terms are positive, so that none cancel: where
