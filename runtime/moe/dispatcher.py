@@ -117,7 +117,7 @@ class TokenDispatcher(TokenEngine):
             a CUDA graph; if the ranks are on several nodes, chunks travel between all of them as with "process_group".
 
     Raises:
-        ArgumentError: a number or name that is not allowed.
+        ArgumentError: a number or name that is not allowed. Peers are told, here and with an UnsupportedError.
         UnsupportedError: the process group does not support the device; there is no process group; with
             transport="symmetric_memory", a buffer has to be allocated while a CUDA graph is captured.
     """
