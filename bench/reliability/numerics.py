@@ -34,7 +34,7 @@ ELEMENTS = 4096
 RANKS = (2, 4, 8, 16, 32, 64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = {"sum": "P", "avg": "Pavg", "prod": "Pprod", "max": "Pmax", "min": "Pmin"}
-_GLOO_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT}
+_GLOO_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT}
 _GLOO_DTYPES = DTYPES[:3]
 
 
@@ -69,7 +69,7 @@ def reduced_by_gloo(op: str, terms: Sequence[torch.Tensor]) -> list[torch.Tensor
     store, size = dist.HashStore(), len(terms)
 
     def rank_main(rank: int) -> torch.Tensor:
-        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=120))
+        group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=120))
         options, result = dist.AllreduceOptions(), terms[rank].clone()
         options.reduceOp = _GLOO_OPS[op]
         group.allreduce([result], options).wait()
