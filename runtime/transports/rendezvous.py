@@ -38,6 +38,11 @@ _PEER_GRACE = 2.0  # seconds that an error waits for the description of the peer
 _CAUSE_GRACE = 0.25  # seconds that an error waits for what a late peer was waiting for
 _LONGEST_ANSWER = 5.0  # seconds that a wait or an error, which does without, waits for the store
 
+# The forms of what ranks write as JSON (`_parsed`).
+_SESSION = str, {str: str}, {str: str}
+_REFUSED = str, {str: {str: str}}, [([int], int, str)]
+_WAITING = str, int, [int], int, int, str, {str: int}, [int]
+
 settings: dict[str, Callable[[], str]] = {}
 """Functions that return settings which must be equal on all ranks, by the name that users know. Modules add theirs."""
 remarks: dict[str, Callable[[], str]] = {}
@@ -240,7 +245,7 @@ class Rendezvous:
             missing = None
             for peer in peers:
                 text = self.read(f"session/{_key_of(ranks)}/{peer}", peer)
-                nonces[peer], seen_by_peer, peer_settings[peer] = _fields(peer, text, 3)
+                nonces[peer], seen_by_peer, peer_settings[peer] = _parsed(peer, text, _SESSION)
                 if seen_by_peer.get(str(self.rank)) != self._nonce:
                     missing = peer
             if missing is None and written == json.dumps([self._nonce, nonces, own_settings]):
@@ -431,7 +436,7 @@ class Rendezvous:
         text = self._get("refused", peer)
         if text is None:
             return None
-        nonce, refusals, within = _fields(peer, text, 3)
+        nonce, refusals, within = _parsed(peer, text, _REFUSED)
         if nonce != self._nonces.get(peer, nonce):
             return None
         message = refusals.get(_key_of(self.call.ranks), {}).get(str(self.call.number))
@@ -465,7 +470,7 @@ class Rendezvous:
         text = self._get("waiting", peer)
         if text is None:
             return None
-        nonce, polls, ranks, number, fingerprint, description, counts, _ = _fields(peer, text, 8)
+        nonce, polls, ranks, number, fingerprint, description, counts, _ = _parsed(peer, text, _WAITING)
         if nonce != self._nonces.get(peer, nonce):
             return None
         return CallRecord(tuple(ranks), number, fingerprint, description), polls, counts
@@ -473,7 +478,7 @@ class Rendezvous:
     def _awaited_by(self, peer: int) -> list[int]:
         """The ranks that a peer waits for; empty if it has written none."""
         text = self._get("waiting", peer)
-        nonce, *_, awaited = ("", []) if text is None else _fields(peer, text, 8)
+        nonce, *_, awaited = ("", []) if text is None else _parsed(peer, text, _WAITING)
         return awaited if nonce == self._nonces.get(peer, nonce) else []
 
     def call_mismatch(self, peer: int, seen_before: bool) -> DisagreementError | None:
@@ -506,7 +511,7 @@ class Rendezvous:
         text = self._get("settings", peer)
         if text is None:
             return f"rank {peer} has not used shardweave in this process group"
-        theirs = json.loads(text)
+        theirs = _parsed(peer, text, {str: str})
         own = {name: read() for name, read in (settings | remarks).items()}
         differences = [f"{n} is {own[n]} on rank {self.rank} and {theirs.get(n)} on rank {peer}" for n in own
                        if theirs.get(n) != own[n]]  # fmt: skip
@@ -649,19 +654,33 @@ def malformed(rank: int, text: str) -> TransportError:
     )
 
 
-def _fields(rank: int, text: str, number: int) -> list[Any]:
-    """The items of a list that a rank wrote as JSON.
+def _parsed(rank: int, text: str, form: Any) -> Any:
+    """What a rank wrote as JSON.
+
+    Args:
+        form: a type; a list of one form, for lists of any length; a dictionary from str to a form; or a tuple of forms,
+            for lists of that length.
 
     Raises:
         TransportError: it is something else.
     """
     try:
-        fields = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         raise malformed(rank, text) from None
-    if not isinstance(fields, list) or len(fields) != number:
+    if not _has_form(value, form):
         raise malformed(rank, text)
-    return fields
+    return value
+
+
+def _has_form(value: Any, form: Any) -> bool:
+    if isinstance(form, tuple):
+        return isinstance(value, list) and len(value) == len(form) and all(map(_has_form, value, form))
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(one, form[0]) for one in value)
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(_has_form(one, form[str]) for one in value.values())
+    return type(value) is form
 
 
 def _key_of(ranks: Iterable[int]) -> str:

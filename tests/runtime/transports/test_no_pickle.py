@@ -21,6 +21,7 @@ from shardweave.runtime.transports import select
 from shardweave.runtime.transports.rendezvous import Rendezvous
 from shardweave.runtime.transports.select import Transports
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport
+from shardweave.runtime.transports.symmetric_memory import rates
 from shardweave.runtime.transports.symmetric_memory.memory import SharedSegments
 
 pytestmark = pytest.mark.plan
@@ -94,3 +95,33 @@ def gathered(rank: int, values: list[Any]) -> list[Any]:
 def test_plain_values_of_ranks_are_gathered_as_json() -> None:
     values = [None, {"refused": "é" * 3000, "numbers": [1, 2.5, True]}, ""]
     assert run_ranks(gathered, 3, values) == [values] * 3
+
+
+WRONG = (
+    "", "null", "7", "[]", "{}", '["a"]', "[1, 2, 3]", '["a", {}, 5]', '["a", {"1": 5}, {}]',
+    '["a", {"1": {"1": 5}}, []]', '["a", {}, [[1, 2, 3]]]', '["a", {}, [[["x"], 2, "m"]]]',
+    '["a", 1, [0], 1, 5, "d", {"0": "x"}, []]', '["a", 1, "0", 1, 5, "d", {}, []]',
+    '["a", 1, [0], 1, 5, "d", {}, [true]]', "[" * 100_000, "1" * 5000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
+def test_text_of_a_wrong_form_is_refused(text: str) -> None:
+    store = dist.HashStore()
+    rendezvous = Rendezvous(store, 0, 5.0, lambda rank: False)
+    reads = {
+        "waiting/1": lambda: (rendezvous.read_waiting(1), rendezvous._awaited_by(1)),
+        "refused/1": lambda: rendezvous.refusal(1),
+        "settings/1": lambda: rendezvous.peer_status(1),
+        "session/0,1/1": lambda: rendezvous.session((0, 1)),
+    }
+    for key, read in reads.items():
+        store.set(key, text)
+        if key != "session/0,1/1" and text == "" or key == "settings/1" and text == "{}":
+            read()  # nothing is written, or no setting
+        else:
+            with pytest.raises(TransportError, match="rank 1 wrote .* to the store"):
+                read()
+        store.set(key, "")
+    with pytest.raises(TransportError, match="rank 1 wrote .* to the store"):
+        rates._parsed(1, text, 3)
