@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from ..bench.harness.gather_json import all_gather_json
 from ..bench.harness.ranks import RanksFailed, supervise, timeout_seconds
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
@@ -115,12 +116,10 @@ def _run_in_torchrun(size: int, config: dict[str, Any], out: Path | None, name: 
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds()))
         rank_main(rank, size, config, measurements.append)
-        figures: list[dict[str, Any] | None] = [None]
-        if rank == 0:
-            figures = [kept_figures(_report(_console(), measurements, out, name), measurements)]
-        dist.broadcast_object_list(figures, device=torch.device("cpu"))
-        if config["keep"] and figures[0] is not None and int(os.environ.get("LOCAL_RANK", rank)) == 0:
-            _keep(_console(), figures[0], torch.device(config["device"]))
+        measured = kept_figures(_report(_console(), measurements, out, name), measurements) if rank == 0 else None
+        figures = all_gather_json(measured)[0]
+        if config["keep"] and int(os.environ.get("LOCAL_RANK", rank)) == 0:
+            _keep(_console(), figures, torch.device(config["device"]))
         dist.barrier()
         dist.destroy_process_group()
     except UnsupportedError:

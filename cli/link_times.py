@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
 
+from ..bench.harness.gather_json import all_gather_json
 from ..bench.harness.interleaved import rotated, rotating
 from ..bench.harness.ranks import Send
 from ..errors import ArgumentError
@@ -78,9 +79,8 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     """
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     device = torch.device(config["device"])
-    machines: list[Any] = [None] * size
     pretended = pretended_node_size()
-    dist.all_gather_object(machines, f"{machine_name()}/{rank // pretended if pretended else 0}")
+    machines = all_gather_json(f"{machine_name()}/{rank // pretended if pretended else 0}")
     node_size = node_size_of(machines, config["node_size"])
     nodes, sizes = size // node_size, sizes_up_to(config["largest"])
 

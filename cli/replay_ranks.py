@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from ..bench.harness.gather_json import all_gather_json
 from ..bench.harness.interleaved import rotating, rotation_of, time_sides
 from ..bench.harness.ranks import Send
 from ..bench.workloads.trace_cases import Case, meshes_of
@@ -99,9 +100,7 @@ def _replay(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh], setting: S
     except _REFUSALS as error:
         refused = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     # If torch refuses on one rank, no rank times it.
-    refusals: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(refusals, refused)
-    refusal = next((text for text in refusals if text), None)
+    refusal = next((text for text in all_gather_json(refused) if text), None)
     if refusal:
         notes.append(f"torch refuses: {refusal}")
     times = _time(case, mine, ours, None if refusal else stock, setting)

@@ -60,6 +60,27 @@ def split_by_fan_in(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: 
     return mesh, source, target
 
 
+def on_parts(mesh: Mesh, layout: Layout, parts: Mesh) -> Layout | None:
+    """The layout of the same shards on `parts`, a mesh made of `mesh` by splitting dims; None if it is no such mesh."""
+    if (mesh.names is None) != (parts.names is None):
+        return None
+    first = 0
+    for m, size in enumerate(mesh.shape):
+        end = first + 1
+        while end < parts.ndim and math.prod(parts.shape[first:end]) < size:
+            end += 1
+        if math.prod(parts.shape[first:end]) != size or (end - first > 1 and 1 in parts.shape[first:end]):
+            return None
+        if mesh.names is not None and parts.names is not None:
+            name, made = mesh.names[m], parts.names[first:end]
+            if made != (name,) and not (len(made) > 1 and all(one.startswith(f"{name} ") for one in made)):
+                return None
+        for _ in range(first + 1, end):
+            layout = _split(layout, first)
+        first = end
+    return layout if first == parts.ndim else None
+
+
 def _divisor(n: int) -> int:
     """The largest divisor of n that exceeds neither the square root of n nor `MAX_FAN_IN`."""
     return next(k for k in range(min(math.isqrt(n), bounded_fan_in.MAX_FAN_IN), 0, -1) if n % k == 0)

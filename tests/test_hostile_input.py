@@ -4,6 +4,7 @@ exceptions, in little time and memory."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import resource
@@ -19,9 +20,10 @@ from variants import crossed
 import shardweave
 from shardweave.__main__ import main
 from shardweave.bench.harness.result_file import read
-from shardweave.errors import ArgumentError, ShardweaveError
-from shardweave.planner import NVLINK_INFINIBAND, NVLINK_NODE, Layout, Program, Topology
+from shardweave.errors import ArgumentError, ShardweaveError, UnsupportedError
+from shardweave.planner import NVLINK_INFINIBAND, NVLINK_NODE, Layout, MachineFigures, Program, Topology
 from shardweave.runtime.tracing.trace_file import Trace
+from shardweave.runtime.transports.machine_figures import from_text, to_text
 
 pytestmark = pytest.mark.plan
 
@@ -86,6 +88,10 @@ def topology(text: str, folder: Path) -> None:
     Topology.from_json(text).to_json()
 
 
+def figures(text: str, folder: Path) -> None:
+    assert from_text(to_text(from_text(text))) == from_text(text)
+
+
 def program(text: str, folder: Path) -> None:
     Program.from_json(text).explain()
 
@@ -128,9 +134,16 @@ def _inputs(name: str) -> tuple[Callable[[str, Path], None], list[str], Callable
         return layout, list(LAYOUTS), changed_text
     if name == "topologies":
         return topology, [t.to_json() for t in (NVLINK_NODE, NVLINK_INFINIBAND)], changed_json
+    if name == "figures":
+        kinds = MachineFigures("cpu"), MachineFigures("H100", "RDMA", 8, 50.0, NVLINK_NODE_FIGURES)
+        return figures, [to_text(kind) for kind in kinds], changed_json
     if name == "programs":
         requests = (((2, 2), (8, 6), "S0 S1", "R R"), ((3,), (7,), "P", "S0"), ((2, 2), (5, 4), "P S0", "R S1"))
-        return program, [shardweave.plan(m, s, "float32", a, b).to_json() for m, s, a, b in requests], changed_json
+        programs = [shardweave.plan(m, s, "float32", a, b) for m, s, a, b in requests]
+        on_nodes = dataclasses.replace(NVLINK_INFINIBAND, node_size=2)  # which split a mesh dim
+        programs.append(shardweave.plan((4,), (8, 6), "float32", "S0", "R", topology=on_nodes))
+        assert programs[-1].requested is not None
+        return program, [one.to_json() for one in programs], changed_json
     if name == "traces":
         return trace, [_text_of("bench", "workloads", "recorded", n) for n in TRACES], changed_json
     if name == "results":
@@ -142,7 +155,8 @@ def _inputs(name: str) -> tuple[Callable[[str, Path], None], list[str], Callable
 
 
 TRACES = sorted(path.name for path in (ROOT / "bench" / "workloads" / "recorded").glob("*.json"))[:2]
-NAMES = ("layouts", "topologies", "programs", "traces", "results", "command line")
+NVLINK_NODE_FIGURES = {name: NVLINK_NODE.to_dict()[name] for name in ("node", "memory_gigabytes_per_s", "call_us")}
+NAMES = ("layouts", "topologies", "figures", "programs", "traces", "results", "command line")
 GATE = 40
 LONG = 100_000
 
@@ -160,7 +174,7 @@ def test_random_input_raises_own_exceptions_only(name: str, number: int, tmp_pat
         try:
             parser(text, tmp_path)
         except ShardweaveError as error:
-            assert isinstance(error, ArgumentError) or name == "command line", (seed, text, error)
+            assert isinstance(error, ArgumentError | UnsupportedError) or name == "command line", (seed, text, error)
             assert len(str(error)) < 20_000
             refused += 1
         except BaseException as error:

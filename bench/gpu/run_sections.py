@@ -84,7 +84,8 @@ class Running:
     def hangs(self) -> bool:
         """Whether no test of the section has begun or ended for longer than a test may take, since the first one."""
         last = self.settings.rows.stat().st_mtime if self.settings.rows.exists() else 0.0
-        return not self.section.is_python and self.began < last < time.time() - self.settings.test_seconds
+        seconds = self.section.test_seconds or self.settings.test_seconds
+        return not self.section.is_python and self.began < last < time.time() - seconds
 
     def finish(self, why: str) -> None:
         """End the process with all that it has started, and write how it ended."""
@@ -110,7 +111,11 @@ def run_section(section: Section, settings: Settings, seconds: float) -> None:
                     continue
                 why = f"exit {code}"
                 if code is None:
-                    why = "timed out" if late else f"hung: no test ended in {settings.test_seconds:g} s"
+                    why = (
+                        "timed out"
+                        if late
+                        else f"hung: no test ended in {section.test_seconds or settings.test_seconds:g} s"
+                    )
                 elif code < 0:
                     why = f"killed by signal {-code}"
                 one.finish(why)

@@ -19,6 +19,7 @@ class Section:
         first: of each test function only the first case.
         split: tests are shared out to several processes, since most of the time is spent on compiling.
         timeout: SHARDWEAVE_TIMEOUT: ranks that share a GPU report a rank that does not come before the time is up.
+        test_seconds: that a test may take; 0: as long as those of other sections.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Section:
     first: bool = False
     split: bool = False
     timeout: str = ""
+    test_seconds: float = 0
 
     @property
     def is_python(self) -> bool:
@@ -52,4 +54,5 @@ SECTIONS = (
     Section("ranks-on-several-gpus", 180, (_SYMMETRIC, *(
         f"{_TRANSPORTS}/test_{name}.py" for name in ("symmetric_hierarchical", "process_group_on_devices"))),
         marker="multigpu"),
+    Section("sanitizer", 400, ("tests/bench/test_sanitizer.py",), test_seconds=380),
 )  # fmt: skip

@@ -27,6 +27,7 @@ from ..layouts.mesh import Mesh, union_mesh
 from ..layouts.node_layout import MAX_RANKS, NodeLayout, parse_node_layout
 from ..layouts.nodes import Nodes
 from ..layouts.placements import Shard
+from ..mesh_split import on_parts
 from ..path import Path
 from ..program_base import ProgramBase, Requested
 from .program_to_json import TOTALS, step_to_dict
@@ -67,7 +68,9 @@ def parse_program(kind: type[AnyProgram], data: Any) -> AnyProgram:
     topology = None if data["topology"] is None else _made("topology", Topology.from_dict, data["topology"])
     # One number per rank is required, so that a short input cannot describe a mesh that takes long to plan.
     _list("bytes_received", data["bytes_received"], union.size if rank is None else 1)
-    requested = None if data["requested"] is None else _requested(data["requested"], mesh, other, shape, dtype)
+    requested = None
+    if data["requested"] is not None:
+        requested = _requested(data["requested"], (mesh, source), (other, target), shape, dtype)
     program = kind(union, shape, dtype, source, target, (), rank, topology, (), mesh, other, requested)
     at = _LayoutOnMesh(mesh, source.without_size_one(mesh.shape))
     end = _LayoutOnMesh(other, target.without_size_one(other.shape))
@@ -86,15 +89,27 @@ def parse_program(kind: type[AnyProgram], data: Any) -> AnyProgram:
     return program
 
 
-def _requested(data: Any, mesh: Mesh, target_mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Requested:
-    """The request of a program on `mesh` and `target_mesh`, whose dims are dims of the request, whole or split."""
+def _requested(
+    data: Any, before: tuple[Mesh, Layout], after: tuple[Mesh, Layout], shape: tuple[int, ...], dtype: str
+) -> Requested:
+    """The request of a program between these ends, made of those of the request by splitting mesh dims."""
     _check_keys("requested", data, _ENDS)
     ends: list[Any] = []
-    for (on, name), split in zip((("mesh", "source"), ("target_mesh", "target")), (mesh, target_mesh), strict=True):
+    for (on, name), (mesh, layout) in zip(
+        (("mesh", "source"), ("target_mesh", "target")), (before, after), strict=True
+    ):
         given = _mesh(f"requested.{on}", data[on])
-        if given.rank_array.ravel().tolist() != split.rank_array.ravel().tolist():
+        if given.rank_array.ravel().tolist() != mesh.rank_array.ravel().tolist():
             raise _wrong(f"requested.{on}", data[on], f"a mesh with the ranks of {on}, in the same order")
-        ends += [given, _layout(f"requested.{name}", data[name], given, shape, dtype)]
+        asked = _layout(f"requested.{name}", data[name], given, shape, dtype)
+        made = on_parts(given, asked, mesh)
+        if made is None:
+            raise _wrong(f"requested.{on}", data[on], f"a mesh of which some dims are split in {on}")
+        if made != layout:
+            raise _refused(f"requested.{name}", f"{asked}, which is ({made}) on {on}", f"what is ({layout}) there")
+        ends += [given, asked]
+    if ends[0] == before[0] and ends[2] == after[0]:
+        raise _wrong("requested", data, "null if no mesh dim is split")
     return Requested(*ends)
 
 

@@ -151,17 +151,23 @@ def refuse(
 def refuse_unplanned(
     error: ArgumentError | UnsupportedError, meshes: Iterable[DeviceMesh]
 ) -> ArgumentError | UnsupportedError:
-    """Notify the ranks of `meshes` (all ranks if there are none) that this rank does not make a call of some of them,
-    because its arguments were invalid before the participants were known. Does nothing if they have been notified.
-    Returns the error."""
+    """Notify the ranks of `meshes` (all ranks if there are none) as `refuse_among` does, and return the error."""
     if not error.peers_know and dist.is_initialized():
-        error.peers_know = True
         with below_modes():  # they may take the mesh's own tensor for one of the user's
             ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
-        rendezvous = current_transports().rendezvous
-        with suppress(TransportError), rendezvous.lock:
-            rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
+        refuse_among(error, ranks)
     return error
+
+
+def refuse_among(error: ArgumentError | UnsupportedError, ranks: Iterable[int]) -> None:
+    """Notify `ranks` that this rank does not make a call of some of them, because its arguments were invalid before the
+    participants were known. Does nothing if they have been notified."""
+    if error.peers_know:
+        return
+    error.peers_know = True
+    rendezvous = current_transports().rendezvous
+    with suppress(TransportError), rendezvous.lock:
+        rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
 
 
 def binding() -> CallLock:

@@ -79,17 +79,24 @@ class ExclusiveCall:
         self.lock = transport.rendezvous.lock
 
     def __enter__(self) -> None:
+        # An interrupt (Ctrl-C) is raised after any call of a function. It must not leave the lock or `busy` behind.
         transport, lock = self.transport, self.lock
-        if not lock.acquire_now(False):
-            lock.acquire()
-        if transport.busy or transport.pending is not None or transport.error is not None:
-            try:
+        taken = 0
+        try:
+            if not lock.acquire_now(False):
+                lock.acquire()
+            lock.depth += 1
+            taken = 1
+            if transport.busy or transport.pending is not None or transport.error is not None:
                 self._make_ready()
-            except BaseException:
-                lock.release()
-                raise
+            self.start = time.perf_counter()
+        except BaseException:
+            lock.depth -= taken
+            if taken:
+                lock.release_now()
+            lock.settle()
+            raise
         transport.busy = True
-        self.start = time.perf_counter()
 
     def _make_ready(self) -> None:
         transport = self.transport
@@ -110,14 +117,15 @@ class ExclusiveCall:
             )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.transport.busy = False
         try:
             self._end(error)
         finally:
-            self.lock.release()
+            self.lock.depth -= 1
+            self.lock.release_now()
 
     def _end(self, error: BaseException | None) -> None:
         transport = self.transport
-        transport.busy = False
         self.statistics.milliseconds += (time.perf_counter() - self.start) * 1e3
         if flight_recorder.current is not None:
             flight_recorder.current.end(error)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from .. import flight_recorder
-from ..executor.call import binding, refuse
+from ..executor.call import binding, refuse, refuse_among
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end
 from ..statistics import stats
@@ -117,7 +117,7 @@ class TokenDispatcher(TokenEngine):
             a CUDA graph; if the ranks are on several nodes, chunks travel between all of them as with "process_group".
 
     Raises:
-        ArgumentError: a number or name that is not allowed.
+        ArgumentError: a number or name that is not allowed. Peers are told, here and with an UnsupportedError.
         UnsupportedError: the process group does not support the device; there is no process group; with
             transport="symmetric_memory", a buffer has to be allocated while a CUDA graph is captured.
     """
@@ -152,27 +152,13 @@ class TokenDispatcher(TokenEngine):
         rank = dist.get_rank()
         if rank not in ranks:
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: a group with this rank, {rank}")
-        self._group = group
-        config = DispatchConfig(len(ranks), **settings)
-        device = device_of(device)
-        self._transport: AnyTransport | InProcessTransport = InProcessTransport()
-        name, number, why = "alone", 0, ""
-        if len(ranks) > 1:
-            obstacle = why_not_backend(device, transport)
-            if obstacle is not None:
-                raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
-            with on_device(device), binding():  # whose pinned memory and streams a new transport has
-                chosen, _ = current_transports().choose(ranks, device, transport)
-                number = current_transports().number_dispatcher(ranks)
-                self._transport, name = chosen, chosen.name
-                if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
-                    config = replace(config, nodes=current_transports().nodes_of(ranks))
-                if device.type == "cuda" and not chosen.one_sided and config.splits is None:
-                    config, why = with_splits(config, current_transports().nodes_of(ranks))
-                if not chosen.one_sided:
-                    topology = partial(current_transports().find_topology, tuple(sorted(ranks)), device)
-                    config, levels = with_levels(config, device, name, topology)
-                    why = "\n  ".join(filter(None, (why, levels)))
+        self._group, device = group, device_of(device)
+        try:
+            config, name, number, why = self._choose(ranks, device, transport, settings)
+        except (ArgumentError, UnsupportedError) as error:
+            if len(ranks) > 1:
+                refuse_among(error, ranks)
+            raise
         self._ranks, self._participants = ranks, tuple(sorted(ranks))
         description = (
             f"token dispatcher {number} of these ranks: {config.num_experts} experts, top "
@@ -201,6 +187,32 @@ class TokenDispatcher(TokenEngine):
             _logger.debug("made %s: %s, %s", description, name, transfer.algorithm)
             if self._order is not None:
                 self._order.join()  # calls on other streams read the uploaded tables
+
+    def _choose(
+        self, ranks: tuple[int, ...], device: torch.device, transport: str | None, settings: DispatchSettings
+    ) -> tuple[DispatchConfig, str, int, str]:
+        """Choose the transport; return the config, the name of the transport, the number of this dispatcher among those
+        of these ranks, and the reasons for what was chosen."""
+        config = DispatchConfig(len(ranks), **settings)
+        self._transport: AnyTransport | InProcessTransport = InProcessTransport()
+        if len(ranks) == 1:
+            return config, "alone", 0, ""
+        obstacle, why = why_not_backend(device, transport), ""
+        if obstacle is not None:
+            raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
+        with on_device(device), binding():  # whose pinned memory and streams a new transport has
+            chosen, _ = current_transports().choose(ranks, device, transport)
+            number = current_transports().number_dispatcher(ranks)
+            self._transport, name = chosen, chosen.name
+            if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
+                config = replace(config, nodes=current_transports().nodes_of(ranks))
+            if device.type == "cuda" and not chosen.one_sided and config.splits is None:
+                config, why = with_splits(config, current_transports().nodes_of(ranks))
+            if not chosen.one_sided:
+                topology = partial(current_transports().find_topology, tuple(sorted(ranks)), device)
+                config, levels = with_levels(config, device, name, topology)
+                why = "\n  ".join(filter(None, (why, levels)))
+        return config, name, number, why
 
     def run(self, operation: int, runs: Sequence[Steps[Any]]) -> list[Any]:
         transport, (run,) = self._transport, runs

@@ -18,28 +18,49 @@ class CallLock:
     Args:
         timeout: seconds that a thread waits for it.
         current_call: returns the call that the process is in, for errors.
+
+    Attributes:
+        depth: how many blocks of the thread that holds it are in it.
     """
 
     def __init__(self, rank: int, timeout: float, current_call: Callable[[], object]) -> None:
         self._rank, self._timeout, self._current_call = rank, timeout, current_call
         self._lock = threading.RLock()
+        self.depth = 0
         self.acquire_now: Callable[[bool], bool] = self._lock.acquire
-        """With False: take it if no other thread holds it; returns whether it was taken."""
-        self.release = self._lock.release
+        """With False: take it if no other thread holds it; returns whether it was taken. `depth` is the caller's."""
+        self.release_now = self._lock.release
 
-    def acquire(self) -> None:
-        """
+    def acquire(self, within: float | None = None) -> None:
+        """Take it; `depth` is the caller's.
+
+        Args:
+            within: seconds to wait for it; None: the timeout.
+
         Raises:
-            MeetingTimeoutError: another thread did not release it within the timeout.
+            MeetingTimeoutError: another thread did not release it in time.
         """
-        if not self._lock.acquire(False) and not self._lock.acquire(timeout=min(self._timeout, threading.TIMEOUT_MAX)):
+        seconds = self._timeout if within is None else within
+        if not self._lock.acquire(False) and not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             raise MeetingTimeoutError(
-                f"rank {self._rank}: another thread of this process has been in calls for {self._timeout:g} s, at last "
+                f"rank {self._rank}: another thread of this process has been in calls for {seconds:g} s, at last "
                 f"in {self._current_call()}; allowed: one call at a time, in the same order on all ranks"
             )
 
+    def settle(self) -> None:
+        """Release what this thread took without counting it: an interrupt came in between."""
+        while not self.depth and self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.release()
+
     def __enter__(self) -> None:
-        self.acquire()
+        try:
+            self.acquire()
+            self.depth += 1
+        except BaseException:
+            self.settle()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self.depth -= 1
+        self.release_now()
+        self.settle()

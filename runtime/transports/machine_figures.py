@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 
+from ...errors import ArgumentError, shown
 from ...planner import MachineFigures
 from .calibration_cache import machine_kind, read_calibration
 
@@ -44,8 +45,24 @@ def to_text(figures: MachineFigures) -> str:
 
 
 def from_text(text: str) -> MachineFigures:
-    """The inverse of `to_text`."""
-    return MachineFigures(**json.loads(text))
+    """The inverse of `to_text`.
+
+    Raises:
+        ArgumentError: the text is something else.
+    """
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError covers numbers of over 4,300 digits
+        raise ArgumentError(f"figures: not valid JSON: {error}") from None
+    names = {field.name for field in fields(MachineFigures)}
+    if not isinstance(values, dict) or set(values) != names:
+        raise ArgumentError(f"figures: {shown(values)}; allowed: an object of {', '.join(sorted(names))}")
+    for name, allowed in (("device", str), ("network", str), ("measured", dict | None)):
+        if not isinstance(values[name], allowed):
+            raise ArgumentError(f"figures: {name} {shown(values[name])}; allowed: {allowed}")
+    figures = MachineFigures(**values)
+    figures.topology()  # checks the numbers
+    return figures
 
 
 def _rdma_bandwidths() -> list[float]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import ArgumentError, UnsupportedError
-from ...planner import Topology, found_topology
+from ...errors import ArgumentError, MeetingTimeoutError, UnsupportedError
+from ...planner import MachineFigures, Topology, found_topology
 from .. import flight_recorder
 from ..environment import pretended_node_size, requested_timeout, requested_transport
 from ..process_group_cache import forget_dead_groups, on_group_destroyed
@@ -41,7 +41,8 @@ _NCCL_CLASSES = {"nccl2": "nccl", "nccl-lazy": "nccl"}
 """The names of the classes that torch 2.15 has for NCCL groups, of which the first is its default."""
 _CPU = torch.device("cpu")
 _UNKNOWN = "unknown"
-_GRACE = 2.0  # seconds, for peers that have not started a call that is pending when this rank destroys the group
+_GRACE = 2.0
+"""Seconds, when this rank destroys the group, for peers that have not started a pending call and for other threads."""
 
 
 def check_name(requested: object) -> None:
@@ -153,12 +154,28 @@ class Transports:
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
 
     def finish(self) -> None:
-        """Finish asynchronous calls that may never be waited for, because the group has ended."""
-        for transport in (self._shared_memory_transport, *self._symmetric_memory_transports.values()):
-            if transport is not None and transport.pending is not None:
+        """Finish asynchronous calls that may never be waited for, because the group has ended. If another thread is in
+        a call for longer than `_GRACE`, they are left to the first use of their outputs, with a warning."""
+        transports = [self._shared_memory_transport, *self._symmetric_memory_transports.values()]
+        pending = [transport for transport in transports if transport is not None and transport.pending is not None]
+        if not pending:
+            return
+        lock = self.rendezvous.lock
+        try:
+            lock.acquire(_GRACE)
+            lock.depth += 1
+        except MeetingTimeoutError as error:
+            _logger.warning("asynchronous calls are not finished with their process group: %s", error)
+            return
+        try:
+            for transport in pending:
                 transport.timeout = min(transport.timeout, _GRACE)
                 with suppress(Exception):  # the error is raised when the tensor is used
-                    transport.pending.finish()
+                    if transport.pending is not None:
+                        transport.pending.finish()
+        finally:
+            lock.depth -= 1
+            lock.release_now()
 
     def number_dispatcher(self, ranks: tuple[int, ...]) -> int:
         """The number of a new token dispatcher of these ranks, equal on all that create theirs in the same order."""
@@ -267,7 +284,8 @@ class Transports:
             for rank, node in zip(ranks, nodes, strict=True):
                 first_ranks.setdefault(node, rank)
         keys = {rank: _figures_key(device.type, rank) for rank in first_ranks.values()}
-        figures = [from_text(text) for text in dict.fromkeys(self.rendezvous.read_each(keys))]
+        texts = {text: rank for rank, text in zip(keys, self.rendezvous.read_each(keys), strict=True)}
+        figures = [_parsed_figures(rank, text) for text, rank in texts.items()]
         number = {node: i for i, node in enumerate(first_ranks)}
         by_rank = [-1] * (ranks[-1] + 1)
         for rank, node in zip(ranks, nodes, strict=True):
@@ -359,6 +377,13 @@ def _machine_key(rank: int) -> str:
 
 def _domain_key(rank: int) -> str:
     return f"nvlink domain/{rank}"
+
+
+def _parsed_figures(rank: int, text: str) -> MachineFigures:
+    try:
+        return from_text(text)
+    except ArgumentError as error:
+        raise malformed(rank, text) from error
 
 
 def _figures_key(device_type: str, rank: int) -> str:

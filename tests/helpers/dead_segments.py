@@ -7,4 +7,4 @@ import os
 
 def segments_of_the_dead() -> set[str]:
     names = {name for name in os.listdir("/dev/shm") if name.startswith("shardweave-")}
-    return {name for name in names if not os.path.exists(f"/proc/{name.split('-')[-2]}")}
+    return {name for name in names if not os.path.exists(f"/proc/{name.split('-')[2]}")}

@@ -1,4 +1,4 @@
-"""Triton's interpreter with less overhead per operation, and with the checks of `hint_checks`."""
+"""Triton's interpreter with less overhead per operation, and with the checks of `hint_checks` and `bounds_checks`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import dataclasses
 import os
 from typing import Any
 
+from bounds_checks import check_bounds_once
 from hint_checks import check_hints_once
 
 
 def patch_triton_once() -> None:
-    """Speed up the interpreter of this process, if it has TRITON_INTERPRET=1, and check kernels' hints. Results stay
-    the same.
+    """Speed up the interpreter of this process, if it has TRITON_INTERPRET=1, and check kernels' hints
+    and accesses. Results stay the same.
 
     Most of an interpreted kernel's time is spent on Triton's types, not on numbers. Nothing is compiled in such a
     process, so the originals are not needed again.
@@ -20,6 +21,7 @@ def patch_triton_once() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     check_hints_once()
+    check_bounds_once()
     _replace_language_once()
     _keep_types()
 

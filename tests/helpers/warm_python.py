@@ -236,5 +236,6 @@ def _fork_server(spawn: Any, path: bytes, arguments: Sequence[str | bytes], fds:
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":
         importlib.import_module("hint_checks").check_hints_once()  # in all that is forked
+        importlib.import_module("bounds_checks").check_bounds_once()
     sys.path[0] = str(Path.cwd())
     _accept(socket.socket(fileno=int(sys.argv[1])))

@@ -11,12 +11,17 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from .calls import CallRecord, Calls
-from .store_texts import StoreTexts, json_fields
+from .store_texts import StoreTexts, parsed
 
 settings: dict[str, Callable[[], str]] = {}
 """Functions that return settings which must be equal on all ranks, by the name that users know. Modules add theirs."""
 remarks: dict[str, Callable[[], str]] = {}
 """Functions that return further settings, which may differ, for warnings about a rank that is waited for."""
+
+# The forms of reports (`store_texts.parsed`).
+_SETTINGS = {str: str}
+_REFUSALS = str, {str: {str: str}}, [([int], int, str)]
+_WAITING = str, int, [int], int, int, str, {str: int}, [int]
 
 
 class WaitReport(NamedTuple):
@@ -62,7 +67,7 @@ class PeerReports:
 
     def publish_settings(self) -> None:
         """Write this rank's settings, for warnings of ranks that wait for it."""
-        text = json.dumps([own_settings()])
+        text = json.dumps(own_settings())
         if text != self._published:
             self._published = text
             self._publish("settings", text)
@@ -70,7 +75,7 @@ class PeerReports:
     def settings_of(self, peer: int) -> dict[str, str] | None:
         """The settings of a rank; None if it has not used shardweave in this process group."""
         text = self._get("settings", peer)
-        return None if text is None else json_fields(peer, text, 1)[0]
+        return None if text is None else parsed(peer, text, _SETTINGS)
 
     def fail(self, text: str) -> None:
         """Report that this rank has failed. Its current call and the first text stay in the store, for the errors of
@@ -94,7 +99,7 @@ class PeerReports:
         text = self._get("refused", peer)
         if text is None:
             return None
-        nonce, *fields = json_fields(peer, text, 3)
+        nonce, *fields = parsed(peer, text, _REFUSALS)
         return RefusalReport(*fields) if self._is_current(peer, nonce) else None
 
     def write_waiting(self, polls: int, awaited: Sequence[int] = ()) -> None:
@@ -120,7 +125,7 @@ class PeerReports:
         text = self._get("waiting", peer)
         if text is None:
             return None
-        nonce, polls, ranks, number, fingerprint, description, numbers, awaited = json_fields(peer, text, 8)
+        nonce, polls, ranks, number, fingerprint, description, numbers, awaited = parsed(peer, text, _WAITING)
         if not self._is_current(peer, nonce):
             return None
         return WaitReport(CallRecord(tuple(ranks), number, fingerprint, description), polls, numbers, awaited)

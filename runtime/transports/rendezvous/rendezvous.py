@@ -20,7 +20,10 @@ from .calls import Calls, Ranks, key_of
 from .long_wait import LongWait, long_wait
 from .peer_errors import PeerErrors
 from .peer_reports import PeerReports, settings
-from .store_texts import StoreTexts, json_fields
+from .store_texts import StoreTexts, parsed
+
+_SESSION = str, {str: str}, {str: str}
+"""What a rank writes when it first meets others: its nonce, the nonces that it has read, its settings."""
 
 
 class Rendezvous:
@@ -124,7 +127,7 @@ class Rendezvous:
             missing = None
             for peer in peers:
                 text = self.read(f"session/{key_of(ranks)}/{peer}", peer)
-                nonces[peer], seen_by_peer, peer_settings[peer] = json_fields(peer, text, 3)
+                nonces[peer], seen_by_peer, peer_settings[peer] = parsed(peer, text, _SESSION)
                 if seen_by_peer.get(str(self.rank)) != own_nonce:
                     missing = peer
             if missing is None and written == json.dumps([own_nonce, nonces, own_settings]):

@@ -65,19 +65,33 @@ def malformed(rank: int, text: str) -> TransportError:
     )
 
 
-def json_fields(rank: int, text: str, number: int) -> list[Any]:
-    """The items of a list that a rank wrote as JSON.
+def parsed(rank: int, text: str, form: Any) -> Any:
+    """What a rank wrote as JSON.
+
+    Args:
+        form: a type; a list of one form, for lists of any length; a dictionary from str to a form; or a tuple of forms,
+            for lists of that length.
 
     Raises:
         TransportError: it is something else.
     """
     try:
-        fields = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         raise malformed(rank, text) from None
-    if not isinstance(fields, list) or len(fields) != number:
+    if not _has_form(value, form):
         raise malformed(rank, text)
-    return fields
+    return value
+
+
+def _has_form(value: Any, form: Any) -> bool:
+    if isinstance(form, tuple):
+        return isinstance(value, list) and len(value) == len(form) and all(map(_has_form, value, form))
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(one, form[0]) for one in value)
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(_has_form(one, form[str]) for one in value.values())
+    return type(value) is form
 
 
 def _read(key: str, store: dist.Store) -> str | None:

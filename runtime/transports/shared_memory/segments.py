@@ -1,6 +1,8 @@
 """Shared-memory segments that one process owns and others map, and futex waits on them.
 
-Segments are anonymous if the system lets peers open them, and named otherwise.
+Segments are anonymous if the system lets peers open them, and named otherwise. Their names contain a random token of
+the process, which peers get through the process group's store. A peer maps a segment only if it has that token and
+belongs to its own user: a process may have ended, and another one may have its number, descriptors or names.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ import mmap
 import os
 import platform
 import re
+import secrets
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +47,47 @@ def uses_names() -> bool:
     return os.stat("/proc/self/fd").st_uid != os.geteuid()
 
 
+_tokens: dict[int, str] = {}
+
+
+def process_token() -> str:
+    """A random text of this process."""
+    return _tokens.setdefault(os.getpid(), secrets.token_hex(8))
+
+
+class SegmentKey(NamedTuple):
+    """What a peer needs to map a segment.
+
+    Attributes:
+        pid: the process that owns it.
+        handle: its number among the process's descriptors, or among its named segments.
+        named: whether it has a name in `NAMED_FOLDER`.
+        token: of the process.
+    """
+
+    pid: int
+    handle: int
+    named: bool
+    token: str
+
+    @classmethod
+    def parse(cls, text: str) -> SegmentKey | None:
+        """The key that `str` made this text of; None if it is something else."""
+        match = re.fullmatch(r"(\d{1,10}) (\d{1,10}) (anonymous|named) ([0-9a-f]{16})", text, re.ASCII)
+        return match and cls(int(match[1]), int(match[2]), match[3] == "named", match[4])
+
+    def __str__(self) -> str:
+        return f"{self.pid} {self.handle} {'named' if self.named else 'anonymous'} {self.token}"
+
+    @property
+    def path(self) -> str:
+        if self.named:
+            return f"{NAMED_FOLDER}/shardweave-{process_namespace()}-{self.pid}-{self.handle}-{self.token}"
+        return f"/proc/{self.pid}/fd/{self.handle}"
+
+
 class Segment:
-    """A segment mapped into this process, which peers open by `path`.
+    """A segment mapped into this process, which peers open by `key`.
 
     An anonymous segment (memfd) is released with its last user, however that ends. A named segment is unlinked when its
     process exits or its transport fails, by a peer that notices its death, or by the next process that creates one.
@@ -53,32 +96,29 @@ class Segment:
         reserve: allocate the pages of a named segment now. Otherwise each part has to be reserved before it is first
             used, and again after `give_back`.
 
-    Attributes:
-        handle: an argument of `segment_path`, with the process id and `named`.
-
     Raises:
         TransportError: there is not enough shared memory.
     """
 
     def __init__(self, name: str, nbytes: int, named: bool, reserve: bool = True) -> None:
         self.nbytes = nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        pid, token = os.getpid(), process_token()
         if named:
-            self.handle = next(_serial)
-            self.path = segment_path(os.getpid(), self.handle, named)
-            if self.handle == 1:
+            self.key = SegmentKey(pid, next(_serial), named, token)
+            if self.key.handle == 1:
                 unlink_names_of_the_dead()
-                unlink_names(os.getpid())  # of an earlier process with this id
+                unlink_names(pid)  # of an earlier process with this id
                 # Not atexit, which children of multiprocessing do not run. A forked child does not run this.
-                Finalize(None, unlink_names, args=(os.getpid(),), exitpriority=0)
+                Finalize(None, unlink_names, args=(pid,), exitpriority=0)
             try:
-                self._descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                self._descriptor = os.open(self.key.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 raise TransportError(f"shared memory in {NAMED_FOLDER}: {error}") from error
         else:
             # The descriptor stays open, because peers open it.
-            self.handle = self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-            self.path = segment_path(os.getpid(), self.handle, named)
-        self.owner, self.named = os.getpid(), named
+            self._descriptor = os.memfd_create(f"{name}-{token}", os.MFD_CLOEXEC)
+            self.key = SegmentKey(pid, self._descriptor, named, token)
+        self.named = named
         try:
             os.ftruncate(self._descriptor, nbytes)
             if reserve:
@@ -92,12 +132,12 @@ class Segment:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # A finalizing interpreter has cleared the modules; the system closes what is open.
-        if not is_finalizing() and hasattr(self, "named") and self.owner == os.getpid():
+        if not is_finalizing() and hasattr(self, "named") and self.key.pid == os.getpid():
             with suppress(OSError):
                 os.close(self._descriptor)
             if self.named:
                 with suppress(OSError):
-                    os.unlink(self.path)
+                    os.unlink(self.key.path)
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Allocate the pages of a part: in a named segment, access to a page that cannot be allocated is a bus error.
@@ -113,23 +153,32 @@ class Segment:
         self.map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
 
-def segment_path(pid: int, handle: int, named: bool) -> str:
-    if named:
-        return f"{NAMED_FOLDER}/shardweave-{process_namespace()}-{pid}-{handle}"
-    return f"/proc/{pid}/fd/{handle}"
-
-
 def bytes_of(mapped: mmap.mmap) -> torch.Tensor:
     """uint8 [nbytes]: a whole mapping, as a tensor that may be written outside of inference mode."""
     with torch.inference_mode(False):
         return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
 
 
-def open_segment(path: str) -> mmap.mmap:
-    """Map a peer's whole segment."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+def open_segment(key: SegmentKey) -> mmap.mmap:
+    """Map a peer's whole segment.
+
+    Raises:
+        FileNotFoundError: it is gone; what is there in its place has another token.
+        PermissionError: this process may not open it, or it belongs to another user.
+    """
     try:
-        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        descriptor = os.open(key.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError as error:  # a directory, a socket, …
+        raise FileNotFoundError(f"{key.path} is no segment now: {error}") from error
+    try:
+        status, opened = os.fstat(descriptor), os.readlink(f"/proc/self/fd/{descriptor}")
+        if key.token not in os.path.basename(opened):
+            raise FileNotFoundError(f"{key.path} is {opened} now")
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"{key.path} belongs to user {status.st_uid}, this process to {os.geteuid()}")
+        return mmap.mmap(descriptor, status.st_size)
     finally:
         os.close(descriptor)
 
@@ -158,7 +207,7 @@ def is_running(pid: int) -> bool:
 
 
 def _names() -> list[tuple[str, int]]:
-    pattern = re.compile(rf"shardweave-{process_namespace()}-(\d+)-\d+")
+    pattern = re.compile(rf"shardweave-{process_namespace()}-(\d+)-\d+-[0-9a-f]+")
     matches = map(pattern.fullmatch, os.listdir(NAMED_FOLDER) if os.path.isdir(NAMED_FOLDER) else [])
     return [(match[0], int(match[1])) for match in matches if match]
 

@@ -23,11 +23,11 @@ from ..rendezvous.store_texts import malformed
 from .receive_buffers import ReceiveBuffers
 from .segments import (
     Segment,
+    SegmentKey,
     bytes_of,
     is_running,
     open_segment,
     process_namespace,
-    segment_path,
     sleep_on,
     unlink_names,
     unlink_names_of_the_dead,
@@ -76,13 +76,13 @@ class _Peer:
         awaited: whether this rank has waited at the last of them; False after it refused.
     """
 
-    def __init__(self, rank: int, pid: int, handle: int, named: bool) -> None:
-        self.rank, self.pid, self.named = rank, pid, named
+    def __init__(self, rank: int, key: SegmentKey) -> None:
+        self.rank, self.pid, self.named, self._key = rank, key.pid, key.named, key
         try:
-            self.pidfd: int | None = os.pidfd_open(pid)
+            self.pidfd: int | None = os.pidfd_open(key.pid)
         except (OSError, AttributeError):
             self.pidfd = None
-        mapped = open_segment(segment_path(pid, handle, named))
+        mapped = open_segment(key)
         self.page = memoryview(mapped).cast("Q")
         self.address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
         self.barriers = 0
@@ -109,13 +109,13 @@ class _Peer:
     def segment(self, index: int) -> torch.Tensor:
         segment = self._segments.get(index)
         if segment is None:
-            path = segment_path(self.pid, self.page[_DIRECTORY + index], self.named)
+            key = self._key._replace(handle=self.page[_DIRECTORY + index])
             try:
-                mapped = open_segment(path)
+                mapped = open_segment(key)
             except (FileNotFoundError, PermissionError) as error:
                 if isinstance(error, PermissionError) and is_running(self.pid):
                     raise TransportError(f"the memory of {self} may no longer be mapped: {error}") from error
-                raise PeerError(f"{self} is gone, and its memory with it: {path}") from error
+                raise PeerError(f"{self} is gone, and its memory with it: {error}") from error
             segment = self._segments[index] = bytes_of(mapped)
         return segment
 
@@ -155,8 +155,7 @@ class SharedMemoryTransport:
         self.error: TransportError | None = None
         self.busy = False
         self.pending: PendingCall | None = None
-        kind = "named" if named else "anonymous"
-        rendezvous.write(_process_key(rank), f"{os.getpid()} {self._control.handle} {kind}")
+        rendezvous.write(_process_key(rank), str(self._control.key))
 
     def check(self) -> None:
         """
@@ -188,7 +187,7 @@ class SharedMemoryTransport:
         segment, offset = self._pool.place(buffer)
         entry = _DIRECTORY + segment
         if self._page[entry] == 0:
-            self._page[entry] = self._pool.segments[segment].handle
+            self._page[entry] = self._pool.segments[segment].key.handle
         if pointer:  # else it has no elements
             if len(self._addresses) >= _CACHED_ADDRESSES:
                 self._addresses.clear()
@@ -371,18 +370,18 @@ class SharedMemoryTransport:
             TransportError: this process may not map its memory.
         """
         text = self.rendezvous.read(_process_key(rank), rank)
-        pid, handle, kind, *rest = [*text.split(), "", "", ""]
-        if rest != [""] * 3 or not (pid.isdecimal() and handle.isdecimal() and kind in ("anonymous", "named")):
+        key = SegmentKey.parse(text)
+        if key is None:
             raise malformed(rank, text)
         try:
-            peer = self._peers[rank] = _Peer(rank, int(pid), int(handle), kind == "named")
-        except FileNotFoundError as error:
-            raise PeerError(f"rank {rank} (process {pid}) is gone; rank {self.rank} was waiting for it") from error
-        except PermissionError as error:
-            if not is_running(int(pid)):
-                raise PeerError(f"rank {rank} (process {pid}) is gone; rank {self.rank} was waiting for it") from error
+            peer = self._peers[rank] = _Peer(rank, key)
+        except (FileNotFoundError, PermissionError) as error:
+            if isinstance(error, FileNotFoundError) or not is_running(key.pid):
+                raise PeerError(
+                    f"rank {rank} (process {key.pid}) is gone; rank {self.rank} was waiting for it: {error}"
+                ) from error
             raise TransportError(
-                f"rank {self.rank} may not map the memory of rank {rank} (process {pid}): {error}; "
+                f"rank {self.rank} may not map the memory of rank {rank} (process {key.pid}): {error}; "
                 f"SHARDWEAVE_SEGMENTS=named has it opened by name, SHARDWEAVE_TRANSPORT=process_group does without"
             ) from error
         return peer

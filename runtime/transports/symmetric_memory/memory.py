@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import _register_process_group
 
 from ....errors import PeerError, TransportError
 from ...bounded_store import BoundedStore
-from ..shared_memory.segments import Segment, bytes_of, open_segment, segment_path, uses_names
+from ..rendezvous.store_texts import malformed
+from ..shared_memory.segments import Segment, SegmentKey, bytes_of, open_segment, uses_names
 
 T = TypeVar("T")
 _DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -57,18 +58,21 @@ class SharedSegments:
     def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
         segment = Segment("shardweave-window", nbytes, self._named)
         self._segments.append(segment)
-        return segment.bytes[:nbytes], segment_path(os.getpid(), segment.handle, self._named)
+        return segment.bytes[:nbytes], str(segment.key)
 
     def join(self, own: torch.Tensor, handles: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
         memory = {}
-        for rank, path in handles.items():
+        for rank, text in handles.items():
             if rank == self.rank:
                 memory[rank] = own
                 continue
+            key = SegmentKey.parse(text)
+            if key is None:
+                raise malformed(rank, text)
             try:
-                mapped = open_segment(path)
+                mapped = open_segment(key)
             except FileNotFoundError as error:
-                raise PeerError(f"rank {rank} is gone, and its memory with it: {path}") from error
+                raise PeerError(f"rank {rank} is gone, and its memory with it: {error}") from error
             except PermissionError as error:
                 raise TransportError(f"rank {self.rank} may not map the memory of rank {rank}: {error}") from error
             memory[rank] = bytes_of(mapped)[: own.numel()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 
 from ....kernels import HALVES, StridedBoxes, copy_boxes, copy_table
 from ..backend_limits import Rates
+from ..rendezvous.store_texts import malformed
 from .transport import SymmetricMemoryTransport
 
 _MOST_BYTES = 64 << 20  # of a window, that a trial uses
@@ -48,8 +50,19 @@ def measure_rates(transport: SymmetricMemoryTransport, ranks: tuple[int, ...], n
     transport.signal(window, "release")
     transport.check()
     texts = transport.exchange_text("rates", ranks, " ".join(map(str, seconds)))
-    slowest = [max(each) for each in zip(*(map(float, text.split()) for text in texts.values()), strict=True)]
+    by_rank = [_parsed(rank, text, len(seconds)) for rank, text in texts.items()]
+    slowest = [max(each) for each in zip(*by_rank, strict=True)]
     return Rates(*(part * len(peers) / s for s in slowest))
+
+
+def _parsed(rank: int, text: str, number: int) -> list[float]:
+    try:
+        found = [float(word) for word in text.split()]
+    except ValueError:
+        found = []
+    if len(found) != number or not all(0 < seconds < math.inf for seconds in found):
+        raise malformed(rank, text)
+    return found
 
 
 def _copied(

@@ -17,6 +17,7 @@ from ..backend_limits import PooledOutputs, WindowPolicy
 from ..buffer_pool import BufferPool
 from ..comm_requests import PendingCall
 from ..rendezvous.rendezvous import Rendezvous
+from ..rendezvous.store_texts import malformed
 from ..streams import SideStream, refuse_capture
 from ..watchdog import Watchdog
 from .memory import Provider
@@ -164,6 +165,8 @@ class SymmetricMemoryTransport:
         handles = self.exchange_text(key, ranks, f"{nbytes} {handle}")
         for rank, text in handles.items():
             peer_nbytes, _, handles[rank] = text.partition(" ")
+            if not peer_nbytes.isdecimal():
+                raise malformed(rank, text)
             if int(peer_nbytes) != nbytes:
                 raise DisagreementError(
                     f"rank {self.rank} and rank {rank} made different requests (another mesh, shape, dtype, layout, "

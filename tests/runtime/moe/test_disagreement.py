@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 
-from shardweave.errors import ArgumentError, TransportError
+from shardweave.errors import ArgumentError, TransportError, UnsupportedError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 
 RANKS, E, K, H = 4, 6, 2, 8
@@ -81,6 +81,22 @@ def refused_and_went_on(rank: int, transport: str) -> None:
         fits(d, rank)
 
 
+def refused_to_be_made(rank: int, transport: str) -> None:
+    """One rank makes no dispatcher, since its settings are not allowed."""
+    d = dispatcher(transport)
+    fits(d, rank)
+    dispatcher(transport, hidden=0 if rank == 1 else H).dispatch(*tokens(rank))
+
+
+def refused_to_be_made_by_all(rank: int, transport: str) -> str:
+    """The transport remains usable."""
+    for given, error in (({"hidden": 0}, ArgumentError), ({"device": "meta"}, UnsupportedError)):
+        with pytest.raises(error):
+            dispatcher(transport, **given)
+        fits(dispatcher(transport), rank)
+    return "went on"
+
+
 def refused_by_all(rank: int, transport: str) -> str:
     """The transport remains usable."""
     d = dispatcher(transport)
@@ -102,6 +118,10 @@ CASES: dict[Callable, Callable[[list[str]], bool]] = {
         outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
     ),
     refused_and_went_on: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    refused_to_be_made: lambda outcomes: (
+        outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
+    ),
+    refused_to_be_made_by_all: lambda outcomes: outcomes == ["went on"] * RANKS,
     refused_by_all: lambda outcomes: outcomes == ["went on"] * RANKS,
 }
 
@@ -130,3 +150,20 @@ def test_disagreement_is_raised(transport):
     by_rank = run_ranks(every_case, RANKS, transport, environment=environment)
     for case, outcomes in zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True):
         assert CASES[case](outcomes.copy()), f"{case.__name__}: {outcomes}"
+
+
+def two_levels_on_one_rank(rank: int) -> str:
+    try:
+        dispatcher("process_group", two_level=True if rank == 1 else None).dispatch(*tokens(rank))
+    except (UnsupportedError, TransportError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.multi
+def test_two_levels_that_one_rank_cannot_have_are_told_to_peers() -> None:
+    environment = {"SHARDWEAVE_TIMEOUT": "40", "SHARDWEAVE_NODE_SIZE": "2"}
+    outcomes = run_ranks(two_levels_on_one_rank, RANKS, environment=environment)
+    assert outcomes.pop(1).startswith("UnsupportedError: two_level: True, but ranks of a node do not"), outcomes
+    assert {text.partition(":")[0] for text in outcomes} <= REPORTED, outcomes
+    assert any("rank 1 refused its arguments" in text and "two_level: True, but" in text for text in outcomes), outcomes

@@ -172,7 +172,7 @@ def test_processes_equal_virtual_ranks(size):
 def test_buffers_are_writable_after_inference_mode():
     with torch.inference_mode():
         segment = Segment("test", 4096, False)
-        mapped = bytes_of(open_segment(segment.path))
+        mapped = bytes_of(open_segment(segment.key))
     mapped[:4] = 7
     assert segment.bytes[:5].tolist() == [7, 7, 7, 7, 0]
     segment.bytes[0] = 1

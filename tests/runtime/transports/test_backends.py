@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardweave.errors import UnsupportedError
 from shardweave.runtime.transports.select import Transports, current_transports, timeout_on
+from shardweave.runtime.transports.shared_memory import transport
 
 pytestmark = pytest.mark.plan
 
@@ -34,8 +36,8 @@ def test_backend_by_name_of_its_class(name: str, device: str, obstacle: str | No
         transports.group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: name))
         assert transports.why_not_backend(device, None) == obstacle
         if obstacle is None:
-            transport, _ = transports.choose((0, 1, 2, 3), torch.device(device), "process_group")
-            assert transport.name == "process_group" and transport.backend == name[:4]
+            chosen, _ = transports.choose((0, 1, 2, 3), torch.device(device), "process_group")
+            assert chosen.name == "process_group" and chosen.backend == name[:4]
     finally:
         dist.destroy_process_group()
 
@@ -77,4 +79,24 @@ def test_timeout_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Transports()._process_group("cuda").timeout == timeout_on("cpu", both) == 5
     finally:
         member.WORLD = world
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le"])
+def test_memory_of_peers_is_refused_where_stores_may_be_reordered(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport.platform, "machine", lambda: machine)
+    why = transport.why_unsupported()
+    assert why == f"the barrier needs stores seen in order (x86-64); this is {machine}"
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        transports, ranks = current_transports(), (0, 1, 2, 3)
+        transports.group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: "gloo"))
+        chosen, reason = transports.choose(ranks, torch.device("cpu"), None)
+        assert chosen.name == "process_group" and reason == why
+        for name in ("shared_memory", "hierarchical", "symmetric_memory"):
+            with pytest.raises(UnsupportedError, match=f"{name} cannot carry ranks .*; this is {machine}; allowed"):
+                transports.choose(ranks, torch.device("cpu"), name)
+    finally:
         dist.destroy_process_group()

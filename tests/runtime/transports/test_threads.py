@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from variants import crossed
 
 import shardweave
 from shardweave.errors import MeetingTimeoutError, TransportError
+from shardweave.runtime.executor.run import ExclusiveCall
 from shardweave.runtime.transports.call_lock import CallLock
 from shardweave.runtime.transports.select import current_transports
 
@@ -45,6 +49,59 @@ def test_lock_waits_for_other_thread_no_longer_than_its_timeout() -> None:
     holder.join()
     with lock:
         pass
+
+
+def is_free(lock: CallLock) -> bool:
+    """Whether another thread can take the lock."""
+    taken = []
+
+    def take() -> None:
+        taken.append(lock.acquire_now(False))
+        if taken[0]:
+            lock.release_now()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return taken[0]
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("kind", ["call", "call while bound", "binding"])
+def test_interrupt_leaves_no_lock_and_no_call_behind(kind: str) -> None:
+    """A signal's exception is raised where functions begin and after they return: at each of these places in turn."""
+    files = {CallLock.acquire.__code__.co_filename, ExclusiveCall.__enter__.__code__.co_filename}
+    interrupted = 0
+    for place in range(100):
+        lock, events, entered = CallLock(0, 5.0, lambda: "a call"), 0, False
+        transport: Any = SimpleNamespace(
+            rendezvous=SimpleNamespace(lock=lock), busy=False, pending=None, error=None, fail=lambda error: None
+        )
+        context: Any = lock if kind == "binding" else ExclusiveCall(transport, SimpleNamespace(milliseconds=0.0))
+
+        def interrupt(frame: Any, event: str, argument: Any, place: int = place) -> None:
+            nonlocal events
+            caller = frame if event == "c_return" else frame.f_back
+            begins = event == "call" and frame.f_code.co_name != "__exit__"  # Python's own limit: not told of the block
+            if caller.f_code.co_filename in files and (event in ("c_return", "return") or begins):
+                events += 1
+                if events == place + 1:
+                    raise KeyboardInterrupt
+
+        try:
+            with lock if kind == "call while bound" else nullcontext():
+                sys.setprofile(interrupt)
+                with context:
+                    entered = True
+                sys.setprofile(None)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.setprofile(None)
+        assert is_free(lock) and not lock.depth and not transport.busy, (place, entered)
+        if events <= place:
+            break
+    assert interrupted >= 2 and entered
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:
@@ -241,3 +298,33 @@ def check_threads(transport: str, rounds: int, **options: Any) -> None:
 )
 def test_threads(transport: str, rounds: int) -> None:
     check_threads(transport, rounds, timeout=500)
+
+
+def destroyed(rank: int, transport: str) -> list[str]:
+    """The group is destroyed while an asynchronous call is pending and another thread is in a call."""
+    store = dist.distributed_c10d._get_default_store()
+    x, whole = sharded(DeviceMesh("cpu", list(range(dist.get_world_size()))), 8, 6, torch.float32)
+    later = shardweave.redistribute(x, [Replicate()], transport=transport, async_op=True)
+    lock, taken, done, results = current_transports().rendezvous.lock, threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            results.append("did not wait" if done.wait(30) else "waited for the other thread")
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait(30)
+    dist.destroy_process_group()
+    done.set()
+    thread.join()
+    results.append(outcome(lambda: (later.to_local() + 0).equal(whole)))
+    dist.init_process_group("gloo", store=dist.PrefixStore("next", store), rank=rank, world_size=2)
+    return results
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["shared_memory", "symmetric_memory"])
+def test_destroyed_group_does_not_wait_for_call_of_other_thread(transport: str) -> None:
+    by_rank = run_ranks(destroyed, 2, transport, environment=environment_of(transport))
+    assert by_rank == [["did not wait", "right"]] * 2
