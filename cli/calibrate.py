@@ -24,7 +24,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology
 from ..runtime.environment import pretended_node_size
 from ..runtime.transports.calibration_cache import keep_calibration, machine_kind
-from ..runtime.transports.select import NAMES
+from ..runtime.transports.choose_transport import NAMES
 from .link_fit import Sample, samples_of, topology_of
 from .link_times import ROUNDS, SMALLEST, node_size_of, rank_main
 

@@ -37,7 +37,7 @@ from ..runtime.environment import (
     requested_timeout,
 )
 from ..runtime.supported_versions import SUPPORTED, installed_version, is_supported, requirement
-from ..runtime.transports.select import check_name, choose_transport, why_no_memory
+from ..runtime.transports.choose_transport import check_name, choose_transport, why_no_memory
 from ..runtime.transports.shared_memory import segments
 from ..runtime.transports.shared_memory.transport import why_unsupported
 from ..runtime.transports.symmetric_memory.memory import unreachable_gpus

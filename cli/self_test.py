@@ -14,7 +14,7 @@ from ..bench.harness.ranks import RanksFailed, Send, supervise
 from ..errors import ArgumentError, ShardweaveError, UnsupportedError
 from ..runtime.dtensor.redistribute import redistribute
 from ..runtime.environment import pretended_node_size, requested_timeout
-from ..runtime.transports.select import NAMES, choose_transport, why_no_memory
+from ..runtime.transports.choose_transport import NAMES, choose_transport, why_no_memory
 
 _SIZE = 2
 _TIMEOUT = 15.0  # seconds per transport, on a busy machine

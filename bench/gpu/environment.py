@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardweave.bench.harness.machine import machine, output_of
-from shardweave.runtime.transports.select import why_no_memory
+from shardweave.runtime.transports.choose_transport import why_no_memory
 
 _CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
 # Numbers of cuda.h.

@@ -136,7 +136,7 @@ def _redistributed(case: Case, mesh: DeviceMesh, rounds: int, rank: int) -> dict
     if "/" not in case.source_text + case.target_text and "P" not in case.target_text:
         texts = case.source_text, case.target_text
         bound = least_bytes(sizes, _HOST_OF, case.shape, *texts, itemsize)[host]
-    topology = current_transports().find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
+    topology = current_transports().machines.find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
     program = shardweave.plan(mesh, case.shape, case.dtype, case.source_text, case.target_text, topology=topology)
     return result(
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),

@@ -7,7 +7,7 @@ import math
 
 from ...errors import shown
 from ...planner import Mesh
-from ...runtime.transports.select import NAMES
+from ...runtime.transports.choose_transport import NAMES
 from .parsing import TOPOLOGIES, dtype, file_of, topology, whole_number
 
 HELP = "print the steps, bytes and cost of a redistribution"

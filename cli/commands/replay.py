@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...runtime.transports.select import NAMES
+from ...runtime.transports.choose_transport import NAMES
 from .parsing import TOPOLOGIES, interruptible, need_rich, number_of, topology
 
 HELP = "run the redistributions of a trace on torch and on shardweave, and time both"

@@ -229,7 +229,7 @@ def transport_for(
 def found_topology_of(ranks: Iterable[int], device: torch.device) -> Topology | None:
     """The topology of some ranks (`Transports.find_topology`)."""
     with binding():
-        return current_transports().find_topology(tuple(sorted(ranks)), device)
+        return current_transports().machines.find_topology(tuple(sorted(ranks)), device)
 
 
 # By ranks, device and requested transport.

@@ -205,11 +205,11 @@ class TokenDispatcher(TokenEngine):
             number = current_transports().number_dispatcher(ranks)
             self._transport, name = chosen, chosen.name
             if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
-                config = replace(config, nodes=current_transports().nodes_of(ranks))
+                config = replace(config, nodes=current_transports().machines.nodes_of(ranks))
             if device.type == "cuda" and not chosen.one_sided and config.splits is None:
-                config, why = with_splits(config, current_transports().nodes_of(ranks))
+                config, why = with_splits(config, current_transports().machines.nodes_of(ranks))
             if not chosen.one_sided:
-                topology = partial(current_transports().find_topology, tuple(sorted(ranks)), device)
+                topology = partial(current_transports().machines.find_topology, tuple(sorted(ranks)), device)
                 config, levels = with_levels(config, device, name, topology)
                 why = "\n  ".join(filter(None, (why, levels)))
         return config, name, number, why

@@ -1,124 +1,44 @@
-"""Selection of the transport of a set of ranks: by what the ranks share, or as requested."""
+"""The transports of the default process group, and of a set of ranks the one that `choose_transport` chooses."""
 
 from __future__ import annotations
 
 import logging
 import os
-import platform
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...errors import ArgumentError, MeetingTimeoutError, UnsupportedError
-from ...planner import MachineFigures, Topology, found_topology
+from ...errors import MeetingTimeoutError, UnsupportedError
+from ...planner import Topology
 from .. import flight_recorder
 from ..environment import pretended_node_size, requested_timeout, requested_transport
 from ..process_group_cache import forget_dead_groups, on_group_destroyed
 from ..statistics import stats
 from .backend_limits import BACKENDS
+from .choose_transport import check_name, choose_transport, why_no_memory
 from .hierarchical import HierarchicalSharedMemoryTransport, HierarchicalSymmetricMemoryTransport
-from .machine_figures import from_text, machine_figures, to_text
-from .nvlink_domain import nvlink_domain
+from .machines import Machines
 from .process_group import ProcessGroupTransport
 from .rendezvous.peer_reports import settings
 from .rendezvous.rendezvous import Rendezvous
-from .rendezvous.store_texts import malformed
-from .shared_memory.transport import SharedMemoryTransport, machine_name, why_unsupported
-from .symmetric_memory.memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
+from .shared_memory.transport import SharedMemoryTransport
+from .symmetric_memory.memory import SharedSegments, TorchSymmetricMemory
 from .symmetric_memory.transport import SymmetricMemoryTransport
 
 _logger = logging.getLogger(__name__)
 AnyHierarchical = HierarchicalSharedMemoryTransport | HierarchicalSymmetricMemoryTransport
 AnyTransport = SharedMemoryTransport | ProcessGroupTransport | SymmetricMemoryTransport | AnyHierarchical
-NAMES = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
 _NCCL_CLASSES = {"nccl2": "nccl", "nccl-lazy": "nccl"}
 """The names of the classes that torch 2.15 has for NCCL groups, of which the first is its default."""
 _CPU = torch.device("cpu")
-_UNKNOWN = "unknown"
 _GRACE = 2.0
 """Seconds, when this rank destroys the group, for peers that have not started a pending call and for other threads."""
-
-
-def check_name(requested: object) -> None:
-    """
-    Raises:
-        ArgumentError: `requested` is neither None nor in `NAMES`.
-    """
-    if requested is not None and (not isinstance(requested, str) or requested not in NAMES):
-        raise ArgumentError(f"transport: {requested!r} is not known; allowed: {', '.join(NAMES)}")
-
-
-def choose_transport(
-    requested: str | None,
-    ranks: Sequence[int],
-    rank: int,
-    node_of: Callable[[int], Hashable],
-    *,
-    no_memory: str | None,
-    no_messages: str | None,
-    node_size: int | None,
-) -> tuple[str, str]:
-    """The name of the transport of `ranks`, one of `NAMES` or "hierarchical symmetric_memory", and the reason.
-
-    This starts nothing and communicates with no rank, so that `doctor` uses it as well.
-
-    Args:
-        requested: by argument or environment; None: selected by what the ranks share.
-        rank: this rank.
-        node_of: returns a key that is equal for ranks that reach each other's memory. Called only if it matters.
-        no_memory: the reason why no ranks reach each other's memory, for the requested transport; or None.
-        no_messages: the reason why nodes cannot exchange messages; or None.
-        node_size: the value of SHARDWEAVE_NODE_SIZE, if it is set, for the reason.
-
-    Raises:
-        ArgumentError: `requested` is not in `NAMES`.
-        UnsupportedError: the transport cannot carry these ranks.
-    """
-    check_name(requested)
-    pretended = f", by SHARDWEAVE_NODE_SIZE={node_size}" if node_size else ""
-
-    def refused(why: str, allowed: str) -> UnsupportedError:
-        return UnsupportedError(f"transport: {requested} cannot carry ranks {tuple(ranks)}: {why}; allowed: {allowed}")
-
-    def check_messages(inside: str) -> None:
-        if no_messages:
-            raise UnsupportedError(f"transport: {inside} is of several nodes, and between them: {no_messages}")
-
-    if requested == "process_group":
-        return "process_group", "requested"
-    if no_memory:
-        if requested:
-            raise refused(no_memory, "process_group")
-        return "process_group", no_memory
-    nodes = [node_of(r) for r in ranks]
-    count = len(set(nodes))
-    if requested == "symmetric_memory":
-        # Only on request. It is meant to become the default for GPUs that reach each other once it is proven there; on
-        # CPUs, pushing into the outputs copies less.
-        if count == 1:
-            return "symmetric_memory", "requested"
-        check_messages("symmetric_memory")
-        return "hierarchical symmetric_memory", "requested"
-    if count == 1:
-        name, why = "shared_memory", f"all ranks are on this machine{pretended}"
-    elif count < len(ranks):
-        name, why = "hierarchical", f"{len(ranks)} ranks are on {count} machines{pretended}"
-    else:
-        name, why = "process_group", f"each rank is on another machine{pretended}"
-    if requested == "shared_memory" and count > 1:
-        remote = next(r for r, node in zip(ranks, nodes, strict=True) if node != node_of(rank))
-        raise refused(f"rank {remote} is on another machine{pretended}", name)
-    if requested:
-        name, why = requested, "requested"
-    if name == "hierarchical":
-        check_messages("shared_memory")
-    return name, why
 
 
 class Transports:
@@ -140,16 +60,11 @@ class Transports:
 
         self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone)
         flight_recorder.start(self.rank, self.size, self.rendezvous.texts.bounded)
-        machine = machine_name() if platform.system() == "Linux" else _UNKNOWN
-        # Peers read this to find ranks that share memory.
-        self.rendezvous.texts.publish(_machine_key(self.rank), f"{machine} {self._node_size or 0}")
+        self.machines = Machines(self.rendezvous, self._node_size)
         self._shared_memory_transport: SharedMemoryTransport | None = None
         self._process_groups: dict[str, ProcessGroupTransport] = {}
         self._symmetric_memory_transports: dict[str, SymmetricMemoryTransport] = {}
         self._hierarchical: dict[tuple[str, str], AnyHierarchical] = {}
-        self._nodes: dict[int, tuple[str, int]] = {}
-        self._topologies: dict[tuple[tuple[int, ...], str], Topology | None] = {}
-        self._published_figures: set[str] = set()
         self._obstacles: dict[str, str | None] = {}
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
 
@@ -222,7 +137,7 @@ class Transports:
         call = self.rendezvous.calls.next_call(ranks, "choosing a transport")
         with nullcontext() if recorder is None else recorder.attempt(call):
             name, why = choose_transport(
-                requested, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, requested),
+                requested, ranks, self.rank, self.machines.node_of, no_memory=why_no_memory(device, requested),
                 no_messages=self._find_obstacle(device.type), node_size=self._node_size,
             )  # fmt: skip
         text = f"{name}: {why}"
@@ -239,59 +154,6 @@ class Transports:
             return True
         return self._find_obstacle("cpu") is None and self._process_group("cpu").is_gone(rank)
 
-    def nodes_of(self, ranks: Sequence[int]) -> list[tuple[str, int]]:
-        """The node of each rank. Waits until all of `ranks` have published theirs."""
-        self._read_nodes(ranks)
-        return [self._node_of(rank) for rank in ranks]
-
-    def find_topology(self, ranks: tuple[int, ...], device: torch.device) -> Topology | None:
-        """The topology of `ranks` (ascending) for tensors on a device, equal on all of them: its nodes are the machines
-        that ranks publish at their start, or for GPUs the NVLink domains that connect machines; its figures those that
-        the first rank of each node publishes when ranks of several machines first need them. None if all share a node,
-        or if a machine is not known.
-
-        Raises:
-            ArgumentError: as `_node_of`.
-            MeetingTimeoutError, PeerError, DisagreementError: a rank did not arrive.
-        """
-        key = ranks, device.type
-        if key not in self._topologies:
-            # A rank that refuses its arguments publishes no figures.
-            with self.rendezvous.making_ready(ranks, "finding the topology"):
-                topology = self._topologies[key] = self._new_topology(ranks, device)
-            if topology is not None:
-                level = logging.INFO if self.rank == ranks[0] else logging.DEBUG
-                _logger.log(level, "ranks %s have the topology %s: %s", ranks, topology.name, topology.origin)
-        return self._topologies[key]
-
-    def _new_topology(self, ranks: tuple[int, ...], device: torch.device) -> Topology | None:
-        first_ranks: dict[Hashable, int] = {}
-        nodes = self.nodes_of(ranks)
-        for rank, node in zip(ranks, nodes, strict=True):
-            first_ranks.setdefault(node, rank)
-        if len(first_ranks) == 1 or any(machine == _UNKNOWN for machine, _ in nodes):
-            return None
-        if device.type not in self._published_figures:
-            if device.type == "cuda":
-                self.rendezvous.write(_domain_key(self.rank), nvlink_domain(device) or "")
-            self.rendezvous.write(_figures_key(device.type, self.rank), to_text(machine_figures(device)))
-            self._published_figures.add(device.type)
-        if device.type == "cuda":
-            # Machines that NVLink connects are one node.
-            domains = self.rendezvous.read_each({rank: _domain_key(rank) for rank in ranks})
-            nodes = [(domain, 0) if domain else node for domain, node in zip(domains, nodes, strict=True)]
-            first_ranks = {}
-            for rank, node in zip(ranks, nodes, strict=True):
-                first_ranks.setdefault(node, rank)
-        keys = {rank: _figures_key(device.type, rank) for rank in first_ranks.values()}
-        texts = {text: rank for rank, text in zip(keys, self.rendezvous.read_each(keys), strict=True)}
-        figures = [_parsed_figures(rank, text) for text, rank in texts.items()]
-        number = {node: i for i, node in enumerate(first_ranks)}
-        by_rank = [-1] * (ranks[-1] + 1)
-        for rank, node in zip(ranks, nodes, strict=True):
-            by_rank[rank] = number[node]
-        return found_topology(by_rank, figures)
-
     def _transport(self, name: str, device: torch.device) -> AnyTransport:
         if name == "shared_memory":
             return self._shared_memory()
@@ -304,9 +166,9 @@ class Transports:
         key = name, device.type
         if key not in self._hierarchical:
             self._hierarchical[key] = (
-                HierarchicalSharedMemoryTransport(inside, across, self._nodes)
+                HierarchicalSharedMemoryTransport(inside, across, self.machines.nodes)
                 if isinstance(inside, SharedMemoryTransport)
-                else HierarchicalSymmetricMemoryTransport(inside, across, self._nodes)
+                else HierarchicalSymmetricMemoryTransport(inside, across, self.machines.nodes)
             )
         return self._hierarchical[key]
 
@@ -340,62 +202,6 @@ class Transports:
                 self.rank, self.size, timeout_on(device_type, self.group), backend, self.rendezvous
             )
         return self._process_groups[backend]
-
-    def _read_nodes(self, ranks: Sequence[int]) -> None:
-        """Read the nodes of many ranks at once, if all have published theirs."""
-        missing = [rank for rank in ranks if rank not in self._nodes]
-        # If it fails, reading them one by one names the rank that is gone.
-        if len(missing) > 1 and (texts := self.rendezvous.texts.get_all([_machine_key(rank) for rank in missing])):
-            for rank, text in zip(missing, texts, strict=True):
-                self._nodes[rank] = self._parsed_node(rank, text)
-
-    def _node_of(self, rank: int) -> tuple[str, int]:
-        """The machine and pretended node of a rank.
-
-        Raises:
-            ArgumentError: SHARDWEAVE_NODE_SIZE differs on that rank.
-        """
-        if rank not in self._nodes:
-            self._nodes[rank] = self._parsed_node(rank, self.rendezvous.read(_machine_key(rank), rank))
-        return self._nodes[rank]
-
-    def _parsed_node(self, rank: int, text: str) -> tuple[str, int]:
-        machine, _, size = text.partition(" ")
-        if not size.isdecimal():
-            raise malformed(rank, text)
-        if int(size) != (self._node_size or 0):
-            own, other = (f"{n}" if n else "not set" for n in (self._node_size, int(size)))
-            raise ArgumentError(
-                f"SHARDWEAVE_NODE_SIZE: {own} on rank {self.rank}, {other} on rank {rank}; allowed: one for all"
-            )
-        return machine, rank // self._node_size if self._node_size else 0
-
-
-def _machine_key(rank: int) -> str:
-    return f"machine/{rank}"
-
-
-def _domain_key(rank: int) -> str:
-    return f"nvlink domain/{rank}"
-
-
-def _parsed_figures(rank: int, text: str) -> MachineFigures:
-    try:
-        return from_text(text)
-    except ArgumentError as error:
-        raise malformed(rank, text) from error
-
-
-def _figures_key(device_type: str, rank: int) -> str:
-    return f"figures/{device_type}/{rank}"
-
-
-def why_no_memory(device: torch.device, requested: str | None) -> str | None:
-    """The reason why no ranks reach each other's memory for tensors on `device` by the requested transport; or
-    None."""
-    if device.type == "cpu":
-        return why_unsupported()
-    return why_no_symmetric_memory(device) if requested == "symmetric_memory" else f"tensors are on {device.type}"
 
 
 def timeout_on(device_type: str, group: Any) -> float:
@@ -449,7 +255,7 @@ def current_transports() -> Transports:
 
 def has_topologies() -> bool:
     """Whether this rank has found the topology of any ranks on several nodes."""
-    return bool(_transports) and any(_transports[0]._topologies.values())
+    return bool(_transports) and _transports[0].machines.has_topologies
 
 
 def known_topology(ranks: tuple[int, ...], device_type: str) -> Topology | None:
@@ -457,8 +263,7 @@ def known_topology(ranks: tuple[int, ...], device_type: str) -> Topology | None:
     None before, or if they found none. Does not wait."""
     if not _transports:
         return None
-    topology = _transports[0]._topologies.get((ranks, device_type))
-    return topology if topology is not None and _transports[0].rendezvous.calls.has_met(ranks) else None
+    return _transports[0].machines.known_topology(ranks, device_type)
 
 
 def sessions() -> set[str]:

@@ -22,7 +22,8 @@ from shardweave.cli import doctor, self_test
 from shardweave.errors import UnsupportedError
 from shardweave.runtime import supported_versions
 from shardweave.runtime.transports import select
-from shardweave.runtime.transports.select import NAMES, current_transports
+from shardweave.runtime.transports.choose_transport import NAMES
+from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.shared_memory import segments
 
 SHM = segments.NAMED_FOLDER

@@ -17,7 +17,7 @@ from shardweave.cli.replay import Options, check_device
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
 from shardweave.runtime.tracing.trace_file import FSDP_COLLECTIVES, Cost, Entry, Trace
-from shardweave.runtime.transports.select import NAMES
+from shardweave.runtime.transports.choose_transport import NAMES
 
 GRID, PAIR = Mesh((2, 2), ("dp", "tp")), Mesh((2,), ranks=[1, 3])
 ENTRIES = {
@@ -120,7 +120,7 @@ import os
 import sys
 from pathlib import Path
 from shardweave.cli import replay, replay_ranks
-from shardweave.runtime.transports.select import NAMES
+from shardweave.runtime.transports.choose_transport import NAMES
 
 def refused(*_):
     raise RuntimeError("DTensor is called")

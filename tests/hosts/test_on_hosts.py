@@ -176,7 +176,7 @@ def link_bytes(rank: int, mesh_shape: tuple[int, ...], host_of: list[int]) -> di
 
         counted = bytes_received(call)
         assert case.fault(outputs[0].to_local(), pairwise=False) is None, (rank, name)
-        topology = current_transports().find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
+        topology = current_transports().machines.find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
         program = shardweave.plan(mesh, shape, "float32", source, target, topology=topology)
         every = planned_bytes(program, host_of, 4), least_bytes(mesh_shape, host_of, shape, source, target, 4)
         planned, least = (of_host[host_of[rank]] for of_host in every)

@@ -242,7 +242,7 @@ class SwitchEngine:
         if self._splits is None and self.device.type == "cuda" and not transfer.transport.one_sided:
             # Equal for rows of all sizes, since chunks are part of a record.
             largest = DispatchConfig(common.ranks, **settings, hidden=common.hidden, dtype=common.dtype)
-            chosen, _ = with_splits(largest, current_transports().nodes_of(transfer.ranks))
+            chosen, _ = with_splits(largest, current_transports().machines.nodes_of(transfer.ranks))
             settings["splits"] = chosen.splits or "host"
         if settings["splits"] == "fixed" and layout == "flat":
             settings["chunk_capacity"] = common.max_tokens

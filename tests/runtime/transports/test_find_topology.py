@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardweave
 from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import MachineFigures, found_topology
-from shardweave.runtime.transports import machine_figures, select
+from shardweave.runtime.transports import machine_figures, machines, select
 from shardweave.runtime.transports import nvlink_domain as nvlink_domain_module
 from shardweave.runtime.transports.calibration_cache import (
     calibration_file,
@@ -45,7 +45,7 @@ def on_hosts(rank: int, hosts: str, folder: str) -> tuple[Any, ...]:
         monkeypatch.setenv("XDG_CACHE_HOME", f"{folder}/{rank}")
         if rank:  # not on rank 0, and another figure on each
             keep_calibration(machine_kind(CPU), {"call_us": float(rank)})
-        monkeypatch.setattr(select, "machine_name", lambda: f"host-{hosts[rank]}")
+        monkeypatch.setattr(machines, "machine_name", lambda: f"host-{hosts[rank]}")
         if rank == len(hosts) - 1:
             time.sleep(0.3)  # arrives late
         mesh = init_device_mesh("cpu", (len(hosts),))
@@ -53,7 +53,7 @@ def on_hosts(rank: int, hosts: str, folder: str) -> tuple[Any, ...]:
         whole = torch.arange(240.0 * 256).reshape(240, 256)
         replicated = distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None)
         shardweave.redistribute(replicated, [Shard(0)])
-        assert not select.current_transports()._topologies
+        assert not select.current_transports().machines.has_topologies
         request: Any = (240, 256), "float32", "S0", "R"
         assert shardweave.plan(mesh, *request).topology is None
         one_node = shardweave.redistribute_cost(mesh, *request)
@@ -67,7 +67,7 @@ def on_hosts(rank: int, hosts: str, folder: str) -> tuple[Any, ...]:
                 wanted = distribute_tensor(times * whole, mesh, [target], src_data_rank=None)
                 assert torch.equal(out.to_local(), wanted.to_local())
             texts.append(shardweave.explain(given, [target]))
-        topology = select.current_transports().find_topology(tuple(range(len(hosts))), CPU)
+        topology = select.current_transports().machines.find_topology(tuple(range(len(hosts))), CPU)
         if topology is not None:
             planned = shardweave.plan(mesh, *request)
             assert planned.topology == topology and "\n  topology found: calibrated on" in planned.explain()
@@ -140,10 +140,10 @@ def in_domains(rank: int, hosts: str, domains: str) -> Any:
     """The nodes of the topology for GPUs, whose NVLink domains are named by a letter each."""
     gpu = torch.device("cuda", 0)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(select, "machine_name", lambda: f"host-{hosts[rank]}")
-        monkeypatch.setattr(select, "machine_figures", lambda device: MachineFigures("GB200", "RDMA", 4))
-        monkeypatch.setattr(select, "nvlink_domain", lambda device: domains[rank].strip() or None)
-        topology = select.current_transports().find_topology(tuple(range(len(hosts))), gpu)
+        monkeypatch.setattr(machines, "machine_name", lambda: f"host-{hosts[rank]}")
+        monkeypatch.setattr(machines, "machine_figures", lambda device: MachineFigures("GB200", "RDMA", 4))
+        monkeypatch.setattr(machines, "nvlink_domain", lambda device: domains[rank].strip() or None)
+        topology = select.current_transports().machines.find_topology(tuple(range(len(hosts))), gpu)
         dist.barrier()
     return None if topology is None else [topology.node_of(r) for r in range(len(hosts))]
 

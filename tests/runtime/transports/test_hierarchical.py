@@ -248,7 +248,7 @@ class Counted:
 
 def found() -> Topology | None:
     """The topology that four ranks find on their nodes."""
-    return current_transports().find_topology((0, 1, 2, 3), torch.device("cpu"))
+    return current_transports().machines.find_topology((0, 1, 2, 3), torch.device("cpu"))
 
 
 def count_bytes(rank: int, topology: Topology | None) -> tuple[list[int], set[str], int]:

@@ -17,9 +17,9 @@ from rank_processes import run_ranks
 import shardweave
 from shardweave.bench.harness.gather_json import all_gather_json
 from shardweave.errors import TransportError
-from shardweave.runtime.transports import select
+from shardweave.runtime.transports import machines
+from shardweave.runtime.transports.machines import Machines
 from shardweave.runtime.transports.rendezvous.rendezvous import Rendezvous
-from shardweave.runtime.transports.select import Transports
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport
 from shardweave.runtime.transports.symmetric_memory import rates
 from shardweave.runtime.transports.symmetric_memory.memory import SharedSegments
@@ -68,15 +68,14 @@ def test_pickle_in_the_store_is_refused(tmp_path: Path, protocol: int) -> None:
         store.set(key, sent)
     transport = object.__new__(SharedMemoryTransport)
     transport.rendezvous = here
-    transports = object.__new__(Transports)
-    transports.rendezvous, transports._nodes, transports._node_size = here, {}, None
+    of_ranks = Machines(here, None)
     for read in (
         lambda: here.reports.waiting(1),
         lambda: here.errors.refusal(1),
         lambda: here.session((0, 1, 2)),
         lambda: transport._connect(1),
-        lambda: transports._node_of(1),
-        lambda: select._parsed_figures(1, sent.decode(errors="replace")),
+        lambda: of_ranks.node_of(1),
+        lambda: machines._parsed_figures(1, sent.decode(errors="replace")),
         lambda: SharedSegments(0).join(torch.zeros(1), {1: sent.decode(errors="replace")}, "name"),
     ):
         with pytest.raises(TransportError, match=r"rank 1 wrote .* to the store; allowed: what this version"):
