@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -14,11 +14,15 @@ from .autograd import combine_tokens, dispatch_tokens
 from .config import DispatchConfig, takes_settings
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
+from .pending import PendingTokens
+from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
 from .transfer.base import Steps, TokenTransfer
 from .transfer.levels import two_sided_transfer
 from .transfer.push import PushTransfer
 from .validate import check_combine, check_dispatch
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,11 +88,21 @@ class VirtualTokenDispatcher(TokenEngine):
             ArgumentError: lists of another length than the number of ranks; unsupported shape or dtype, with its rank.
             CapacityError: as for TokenDispatcher.
         """
-        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
-        tokens = [Tokens(*item) for item in zip(xs, topk_ids, topk_weights, strict=True)]
-        for rank, item in enumerate(tokens):
-            check_dispatch(self.config, self.transfers[rank].device, item, f"[{rank}]")
-        return dispatch_tokens(self, tokens)
+        return dispatch_tokens(self, self._checked_tokens(xs, topk_ids, topk_weights))
+
+    def dispatch_start(
+        self,
+        xs: Sequence[torch.Tensor],
+        topk_ids: Sequence[torch.Tensor],
+        topk_weights: Sequence[torch.Tensor],
+    ) -> PendingTokens[list[RoutedTokens]]:
+        """TokenDispatcher.dispatch_start on all ranks, which run at once.
+
+        Raises:
+            ArgumentError, CapacityError: as for `dispatch`.
+            UnsupportedError: in a graph of torch.compile.
+        """
+        return start_dispatch(self, self._checked_tokens(xs, topk_ids, topk_weights), _all)
 
     def combine(
         self,
@@ -104,15 +118,57 @@ class VirtualTokenDispatcher(TokenEngine):
         Raises:
             ArgumentError: lists of another length than the number of ranks; unsupported shape or dtype, with its rank.
         """
-        outs: Sequence[Any] = [None] * self.config.ranks if out is None else out
-        adds: Sequence[Any] = [None] * self.config.ranks if add is None else add
-        self._check_lists(expert_output=expert_outputs, routed=routed, out=outs, add=adds)
-        for rank, (values, r, o, a) in enumerate(zip(expert_outputs, routed, outs, adds, strict=True)):
-            source = self.handle, rank
-            check_combine(self.config, self.transfers[rank].device, source, values, r, o, a, f"[{rank}]")
+        outs, adds = self._checked_outputs(expert_outputs, routed, out, add)
         return combine_tokens(self, expert_outputs, routed, outs, adds, weighted)
+
+    def combine_start(
+        self,
+        expert_outputs: Sequence[torch.Tensor],
+        routed: Sequence[RoutedTokens],
+        *,
+        out: Sequence[torch.Tensor] | None = None,
+        add: Sequence[torch.Tensor] | None = None,
+        weighted: bool = True,
+    ) -> PendingTokens[list[torch.Tensor]]:
+        """TokenDispatcher.combine_start on all ranks, which run at once.
+
+        Raises:
+            ArgumentError: as for `combine`.
+            UnsupportedError: in a graph of torch.compile.
+        """
+        outs, adds = self._checked_outputs(expert_outputs, routed, out, add)
+        return start_combines(self, expert_outputs, routed, outs, adds, weighted, _all)
+
+    def _checked_tokens(
+        self, xs: Sequence[torch.Tensor], topk_ids: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor]
+    ) -> list[Tokens]:
+        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
+        tokens = [Tokens(*item) for item in zip(xs, topk_ids, topk_weights, strict=True)]
+        for rank, item in enumerate(tokens):
+            check_dispatch(self.config, self.transfers[rank].device, item, f"[{rank}]")
+        return tokens
+
+    def _checked_outputs(
+        self,
+        values: Sequence[torch.Tensor],
+        routed: Sequence[RoutedTokens],
+        out: Sequence[torch.Tensor] | None,
+        add: Sequence[torch.Tensor] | None,
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the outputs and what is added, None for each rank without."""
+        outs: Sequence[Any] = [None] * len(self.transfers) if out is None else out
+        adds: Sequence[Any] = [None] * len(self.transfers) if add is None else add
+        self._check_lists(expert_output=values, routed=routed, out=outs, add=adds)
+        for rank, item in enumerate(zip(values, routed, outs, adds, strict=True)):
+            transfer = self.transfers[rank]
+            check_combine(self.config, transfer.device, (self.handle, transfer.me), *item, f"[{rank}]")
+        return outs, adds
 
     def _check_lists(self, **lists: Sequence[Any]) -> None:
         for name, given in lists.items():
             if len(given) != self.config.ranks:
                 raise ArgumentError(f"{name}: {len(given)} of them; allowed: one for each of {self.config.ranks} ranks")
+
+
+def _all(of_ranks: list[T]) -> list[T]:
+    return of_ranks

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ...errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError, shown
 from .. import flight_recorder
 from ..bounded_store import BoundedStore
+from .background_calls import BackgroundCalls
 from .call_lock import CallLock
 
 _logger = logging.getLogger(__name__)
@@ -122,6 +123,11 @@ class Rendezvous:
         for kind in ("failed", "waiting", "refused"):
             self._clear(kind, timeout)
         self.publish_settings()
+
+    @cached_property
+    def background(self) -> BackgroundCalls:
+        """Makes calls on a thread of its own."""
+        return BackgroundCalls(self.lock)
 
     def begin(self, ranks: Ranks, fingerprint: int, description: str | Callable[[], str]) -> int:
         """Begin the next call of `ranks`; before the first one, they agree on a session.

@@ -152,6 +152,12 @@ class Transports:
 
     def finish(self) -> None:
         """Finish asynchronous calls that may never be waited for, because the group has ended."""
+        if "background" in vars(self.rendezvous):
+            for each in (self._shared_memory_transport, *self._process_groups.values()):
+                if each is not None:
+                    each.timeout = min(each.timeout, _GRACE)
+            with suppress(Exception), self.rendezvous.lock:
+                pass  # the calls in flight have ended
         for transport in (self._shared_memory_transport, *self._symmetric_memory_transports.values()):
             if transport is not None and transport.pending is not None:
                 transport.timeout = min(transport.timeout, _GRACE)
