@@ -173,6 +173,17 @@ def _restored(
     return records
 
 
+def _engine_of(ctx: Any) -> TokenEngine:
+    """
+    Raises:
+        UnsupportedError: the active ranks have changed since forward, so that peers of the exchange would be others.
+    """
+    engine: TokenEngine = ctx.engine
+    if engine.config.active_ranks != ctx.active_ranks:
+        raise UnsupportedError("backward after set_active_ranks; allowed: before it, or of a dispatch since")
+    return engine
+
+
 class Dispatch(torch.autograd.Function):
     """(engine, done, *xs, *weights, *ids) to (*rows, *row_weights, records).
 
@@ -193,13 +204,13 @@ class Dispatch(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         records = tuple(record for _, record in received)
         ctx.save_for_backward(*_saved(ctx, records))
-        ctx.engine = engine
+        ctx.engine, ctx.active_ranks = engine, engine.config.active_ranks
         return (*[rows for rows, _ in received], *[record.weights for record in records], records)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        engine: TokenEngine = ctx.engine
+        engine = _engine_of(ctx)
         config, n, records = engine.config, len(engine.transfers), _restored(ctx, ctx.saved_tensors)
         shape, device = (config.rows, config.hidden), records[0].matrix.device
         rows, row_weights = (
@@ -245,13 +256,14 @@ class Combine(torch.autograd.Function):
             _combine(engine, records, values, sums, weights, adds)
         ctx.save_for_backward(*given[4 * n :], *(values if weighted else []), *row_weights, *_saved(ctx, records))
         ctx.engine, ctx.weighted, ctx.added = engine, weighted, [a is not None for a in adds]
+        ctx.active_ranks = engine.config.active_ranks
         ctx.number, ctx.again = len(given), [weakref.ref(a) for a in again]
         return tuple(sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        engine: TokenEngine = ctx.engine
+        engine = _engine_of(ctx)
         n, saved = len(engine.transfers), list(ctx.saved_tensors)
         tokens, saved = saved[: len(ctx.again)], saved[len(ctx.again) :]
         values, saved = (saved[:n], saved[n:]) if ctx.weighted else ([], saved)

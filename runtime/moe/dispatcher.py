@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,7 @@ from ..transports.in_process import InProcessTransport, run_all
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport, current_transports, why_not_backend
 from ..transports.streams import SideStream, order_on
+from .active_ranks import ActiveRanks, check_active
 from .autograd import combine_tokens, dispatch_tokens
 from .config import DispatchConfig, takes_settings
 from .dispatch_record import Tokens
@@ -203,6 +205,7 @@ class TokenDispatcher(TokenEngine):
                         self._transport.use_groups([group])  # not the default group, whose ranks would all connect
                     transfer = kind(*arguments)
             super().__init__(config, [transfer], name, why)
+            self._active = ActiveRanks(transfer)
             _logger.debug("made %s: %s, %s", description, name, transfer.algorithm)
             if self._order is not None:
                 self._order.join()  # calls on other streams read the uploaded tables
@@ -365,8 +368,41 @@ class TokenDispatcher(TokenEngine):
         if not isinstance(self._transport, InProcessTransport) and self._transport.error is not None:
             raise self._transport.error
 
+    def set_active_ranks(self, ranks: Sequence[int] | None) -> None:
+        """Mask ranks out of the calls from now on, or take them back, without communicating or new buffers.
+
+        A rank that is masked out need not call anything, may have stalled, and on CPUs may have ended. No tokens are
+        sent to its experts: pairs of those with replicas on active ranks go to these, as `expert_map` distributes them
+        among the active ones; the others are dropped, and counted by `routed.masked`. `routed.dropped`, `num_rows` and
+        capacities refer to the remaining pairs, and `load()` to all pairs of active ranks.
+
+        All active ranks call it between the same calls. It waits for the calls in flight. A rank is taken back by a
+        list that has it, or None; it has made no call of this dispatcher meanwhile, and if it has called this method as
+        well, it does so again. `routed` of a dispatch before cannot be combined, nor be differentiated.
+
+        - "process_group", "shared_memory", "hierarchical": only the active ranks meet. A rank that ends or stalls
+          within a call fails that call, which invalidates the transport for good: mask it out before. The rank that
+          hosts the process group's store has to be running, unless active ranks have made a call together before.
+        - "hierarchical" on two levels: on one level while ranks are masked out.
+        - "symmetric_memory": not supported, because all ranks of the group synchronise on the device.
+
+        Args:
+            ranks: numbered within the group, 0 to W - 1, as in `expert_map`; None: all.
+
+        Raises:
+            ArgumentError: no rank, or one that does not exist or is given twice; peers are told.
+            UnsupportedError: the transport does not allow it.
+        """
+        with self._reporting():
+            config, transfer = self._active.choose(self.config, ranks)
+        with nullcontext() if isinstance(self._transport, InProcessTransport) else binding():  # no call is in flight
+            self.transfers = [transfer]
+            self.use_config(config)
+            self._participants = tuple(sorted(r for i, r in enumerate(self._ranks) if config.is_active(i)))
+
     def _checked_tokens(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Tokens:
         tokens = Tokens(x, ids, weights)
+        check_active(self.config, self.transfers[0].me)
         with self._reporting():
             check_dispatch(self.config, self.transfers[0].device, tokens)
         return tokens
@@ -374,6 +410,7 @@ class TokenDispatcher(TokenEngine):
     def _check_combine(
         self, values: torch.Tensor, routed: RoutedTokens, out: torch.Tensor | None, add: torch.Tensor | None
     ) -> None:
+        check_active(self.config, self.transfers[0].me)
         with self._reporting():
             transfer = self.transfers[0]
             check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add)

@@ -80,8 +80,8 @@ class TokenEngine:
             self._overflow.check(0)
 
     def use_config(self, config: DispatchConfig) -> None:
-        """Use another config from now on, which differs in the experts of physical experts only. Dispatches so far keep
-        theirs."""
+        """Use another config from now on, which differs in the experts of physical experts or the active ranks only.
+        Dispatches so far keep theirs."""
         with torch.inference_mode(False), on_device(self.transfers[0].device):
             for transfer in self.transfers:
                 transfer.use_config(config)

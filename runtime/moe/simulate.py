@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ...errors import ArgumentError, shown
+from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from ..transports.in_process import InProcessTransport, run_all
 from .autograd import combine_tokens, dispatch_tokens
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 class VirtualTokenDispatcher(TokenEngine):
     """All ranks of a TokenDispatcher in this process, on one device: for tests, and for kernels of W ranks on one GPU.
 
-    Methods take and return lists with one item for each of `size` ranks. Otherwise they are TokenDispatcher's, with
-    bitwise equal results.
+    Methods take and return lists with one item for each of `size` ranks, or of the active ones. Otherwise they are
+    TokenDispatcher's, with bitwise equal results.
 
     Args:
         size: W, the number of ranks, at least 1.
@@ -68,10 +69,25 @@ class VirtualTokenDispatcher(TokenEngine):
         with on_device(device):
             transfers = [kind(config, transport, ranks, r, device, config.fingerprint(0)) for r in ranks]
             super().__init__(config, transfers, "in process")
+        self._all_ranks = self.transfers
 
     def run(self, operation: int, runs: Sequence[Steps[Any]]) -> list[Any]:
-        results = run_all(dict(enumerate(runs)))
-        return [results[rank] for rank in range(len(runs))]
+        results = run_all({transfer.me: run for transfer, run in zip(self.transfers, runs, strict=True)})
+        return [results[transfer.me] for transfer in self.transfers]
+
+    def set_active_ranks(self, ranks: Sequence[int] | None) -> None:
+        """TokenDispatcher.set_active_ranks on all ranks. Lists have one item for each active rank from then on.
+
+        Raises:
+            ArgumentError: no rank, or one that does not exist or is given twice.
+            UnsupportedError: two_level=True.
+        """
+        if self._all_ranks[0].two_level:
+            raise UnsupportedError("active ranks with two_level=True; allowed: False")
+        config = replace(self.config, active_ranks=ranks)
+        self.transfers = self._all_ranks
+        self.use_config(config)
+        self.transfers = [t for t in self._all_ranks if config.is_active(t.me)]
 
     def dispatch(
         self,
@@ -144,8 +160,8 @@ class VirtualTokenDispatcher(TokenEngine):
     ) -> list[Tokens]:
         self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
         tokens = [Tokens(*item) for item in zip(xs, topk_ids, topk_weights, strict=True)]
-        for rank, item in enumerate(tokens):
-            check_dispatch(self.config, self.transfers[rank].device, item, f"[{rank}]")
+        for i, (transfer, item) in enumerate(zip(self.transfers, tokens, strict=True)):
+            check_dispatch(self.config, transfer.device, item, f"[{i}]")
         return tokens
 
     def _checked_outputs(
@@ -159,15 +175,15 @@ class VirtualTokenDispatcher(TokenEngine):
         outs: Sequence[Any] = [None] * len(self.transfers) if out is None else out
         adds: Sequence[Any] = [None] * len(self.transfers) if add is None else add
         self._check_lists(expert_output=values, routed=routed, out=outs, add=adds)
-        for rank, item in enumerate(zip(values, routed, outs, adds, strict=True)):
-            transfer = self.transfers[rank]
-            check_combine(self.config, transfer.device, (self.handle, transfer.me), *item, f"[{rank}]")
+        for i, (t, v, r, o, a) in enumerate(zip(self.transfers, values, routed, outs, adds, strict=True)):
+            check_combine(self.config, t.device, (self.handle, t.me), v, r, o, a, f"[{i}]")
         return outs, adds
 
     def _check_lists(self, **lists: Sequence[Any]) -> None:
         for name, given in lists.items():
-            if len(given) != self.config.ranks:
-                raise ArgumentError(f"{name}: {len(given)} of them; allowed: one for each of {self.config.ranks} ranks")
+            ranks = len(self.transfers)
+            if len(given) != ranks:
+                raise ArgumentError(f"{name}: {len(given)} of them; allowed: one for each of {ranks} ranks")
 
 
 def _all(of_ranks: list[T]) -> list[T]:

@@ -158,7 +158,7 @@ class SendRecvTransfer(TokenTransfer):
         """Send one contiguous part of `sends` to each rank and receive one from each; sizes count rows."""
         outgoing, incoming = sends.split(send_sizes), receives.split(receive_sizes)
         incoming[self.me].copy_(outgoing[self.me])
-        others = [r for r in range(self.config.ranks) if r != self.me]
+        others = [r for r in range(self.config.ranks) if r != self.me and self.config.is_active(r)]
         yield Transfer(
             tuple((self.ranks[r], flat_bytes(outgoing[r])) for r in others if outgoing[r].numel()),
             tuple((self.ranks[r], flat_bytes(incoming[r])) for r in others if incoming[r].numel()),
