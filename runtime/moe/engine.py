@@ -116,8 +116,9 @@ class TokenEngine:
     def start_dispatch(self, tokens: Sequence[Tokens]) -> Callable[[], list[Received]]:
         """Start to send tokens to their destinations; return a function that waits for what the ranks receive."""
         with on_device(self.transfers[0].device):
-            given = [x for item in tokens for x in item]
-            wait = self.start(DISPATCH, self._dispatches(tokens, None, None), given)
+            outs = self._new_received(tokens) if self.config.save == "copy" else None
+            given = [x for items in (tokens, outs or ()) for item in items for x in item]
+            wait = self.start(DISPATCH, self._dispatches(tokens, outs, None), given)
 
         def overflow() -> torch.Tensor:
             received: list[Received] = wait()

@@ -41,17 +41,13 @@ class StartedCalls:
     def note(self, noted: Overflow, last: object = None) -> None:
         """Note the overflow of started dispatches, up to the one that added `last`, if it is given. Waits for them.
         Their errors are those of the transport, which later calls raise."""
-        if last is not None and last not in self._overflows:
-            return  # noted by a later call
         while True:
             with self._lock:
-                if not self._overflows:
-                    return
+                if not self._overflows or (last is not None and last not in self._overflows):
+                    return  # `last` was noted by a later call, or just now
                 overflow = self._overflows.popleft()
             with suppress(TransportError):
                 noted.add(overflow())
-            if overflow is last:
-                return
 
     def begin_finish(self, pending: PendingTokens) -> None:
         """

@@ -142,6 +142,8 @@ class ProcessGroupTransport:
             self._check_neighbour(request)
             return self._collective(request)
         world: Any = dist.distributed_c10d.GroupMember.WORLD
+        if world is None:
+            raise TransportError(f"the process group was destroyed during {self.rendezvous.call}; allowed: after it")
         tag = message_tag(request.fingerprint, self.rendezvous.call.number)
         peers, works = [], []
         try:
