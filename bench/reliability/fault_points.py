@@ -15,7 +15,7 @@ from ...runtime.executor.copies import Copies
 from ...runtime.moe.transfer.base import TokenTransfer
 from ...runtime.transports.hierarchical import HierarchicalSharedMemoryTransport
 from ...runtime.transports.process_group import ProcessGroupTransport
-from ...runtime.transports.rendezvous import Rendezvous
+from ...runtime.transports.rendezvous.rendezvous import Rendezvous
 from ...runtime.transports.select import Transports
 from ...runtime.transports.shared_memory.allocator import Allocator
 from ...runtime.transports.shared_memory.transport import SharedMemoryTransport

@@ -27,7 +27,7 @@ from shardweave.runtime.executor import call as call_module
 from shardweave.runtime.executor import copies
 from shardweave.runtime.executor.step_put import PutStep
 from shardweave.runtime.transports.comm_requests import Barrier
-from shardweave.runtime.transports.rendezvous import Rendezvous
+from shardweave.runtime.transports.rendezvous.rendezvous import Rendezvous
 
 SUITE = "host"
 RANKS, TIMEOUT = 4, 10.0

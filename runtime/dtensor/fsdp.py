@@ -21,7 +21,7 @@ from ...kernels import on_device
 from ..executor.call import check_backend, refuse, transport_for
 from ..executor.dispatch_modes import below_modes
 from ..statistics import log_level
-from ..transports.rendezvous import remarks
+from ..transports.rendezvous.peer_reports import remarks
 from ..transports.select import publish_settings
 from . import redistribute_options
 from .local import PLAIN_TENSORS

@@ -15,7 +15,7 @@ from ...planner import NVLINK_NODE, Topology
 from ..executor.choose_algorithm import Reduction
 from ..statistics import log_level
 from ..supported_versions import SUPPORTED, installed_version, is_supported, requirement
-from ..transports.rendezvous import settings
+from ..transports.rendezvous.peer_reports import settings
 from ..transports.select import publish_settings
 from . import observer, redistribute_options
 from .autograd import RedistributeReplacement

@@ -57,7 +57,7 @@ class AsyncRun:
         self._complete: Callable[[], Any] | None = complete
         self._output = weakref.ref(output)  # an output that is gone needs no wait
         self._lock = transport.rendezvous.lock
-        self._call = transport.rendezvous.call
+        self._call = transport.rendezvous.calls.current
         self._stream = current_stream(output.device)
         self._done: torch.cuda.Event | None = None
 
@@ -83,12 +83,12 @@ class AsyncRun:
         if run is None or transport is None:
             return
         complete: Any = self._complete
-        rendezvous, current_call = transport.rendezvous, transport.rendezvous.call
+        rendezvous, current_call = transport.rendezvous, transport.rendezvous.calls.current
         # Release the transport first: nothing keeps it alive if no one ever waits.
         transport.pending = self._run = self._complete = self._transport = None
         profiled = call_range("shardweave::finish") if wants_ranges() else nullcontext()
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        rendezvous.call = self._call  # other transports may have been called since
+        rendezvous.calls.current = self._call  # other transports may have been called since
         if flight_recorder.current is not None:
             flight_recorder.current.resume(self.record)
         try:
@@ -103,7 +103,7 @@ class AsyncRun:
             self._error = error
             raise
         finally:
-            rendezvous.call = current_call
+            rendezvous.calls.current = current_call
 
     def join(self) -> None:
         """Make the current stream wait for a finished run."""

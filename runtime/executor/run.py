@@ -152,6 +152,6 @@ def refuse_within_call(transport: AnyTransport) -> None:
     """
     if transport.busy:  # as in a signal handler: the call that it interrupted goes on afterwards
         raise TransportError(
-            f"rank {transport.rank}: a call within {transport.rendezvous.call}, on the same thread; "
+            f"rank {transport.rank}: a call within {transport.rendezvous.calls.current}, on the same thread; "
             "allowed: after it has returned"
         )

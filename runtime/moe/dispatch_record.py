@@ -31,6 +31,8 @@ class Chunks(NamedTuple):
     """int64 [W], on the host: rows from each source."""
     padding: torch.Tensor
     """int64 [1], on the host: padding rows of this rank's buffer."""
+    most: torch.Tensor
+    """int64 [1], on the host: a bound of the rows from any rank to another one, equal on all ranks."""
     places: torch.Tensor
     """int64: the place in this rank's buffer of each received row, by source. Chunks of exact size: [rows], followed by
     the padding rows and zeros. Chunks of fixed size: [W * chunk_capacity], -1 for none."""
@@ -128,6 +130,7 @@ def empty_record(
             sends=empty(config.ranks, dtype=torch.int64, device=host),
             receives=empty(config.ranks, dtype=torch.int64, device=host),
             padding=empty(1, dtype=torch.int64, device=host),
+            most=empty(1, dtype=torch.int64, device=host),
             places=empty(places, dtype=torch.int64),
         )
     if not two_level or config.node_ranks is None:

@@ -33,7 +33,7 @@ from .engine import TokenEngine, device_of
 from .pending import PendingTokens
 from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
-from .transfer.base import OPERATIONS, Steps, TokenTransfer
+from .transfer.base import BACKGROUND, COMBINE, DISPATCH, OPERATIONS, Steps, TokenTransfer
 from .transfer.fixed import with_splits
 from .transfer.levels import two_sided_transfer, with_levels
 from .transfer.push import PushTransfer
@@ -185,6 +185,7 @@ class TokenDispatcher(TokenEngine):
             f"{config.top_k}, hidden {config.hidden}, at most {config.max_tokens} tokens, {config.dtype}"
         )
         self._descriptions = {operation: f"{text} of {description}" for operation, text in OPERATIONS.items()}
+        self._descriptions |= {o + BACKGROUND: f"{OPERATIONS[o]}_start of {description}" for o in (DISPATCH, COMBINE)}
         text = f"token dispatch, {config.num_experts} experts, hidden {config.hidden}"
         self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
         kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else two_sided_transfer(config)
@@ -221,8 +222,10 @@ class TokenDispatcher(TokenEngine):
                 self._order.join(self)
             self._calls[transport.name] += 1
             self._kind.calls += 1
-            fingerprint = self.transfers[0].fingerprint + operation
-            transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[operation])
+            # Calls in one phase may exchange otherwise.
+            call = operation if self.transfers[0].collectives else operation + BACKGROUND
+            fingerprint = self.transfers[0].fingerprint + call
+            transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[call])
             if flight_recorder.current is not None:
                 flight_recorder.current.describe(transport.name, self.transfers[0].device)
             if wants_ranges():
@@ -237,11 +240,15 @@ class TokenDispatcher(TokenEngine):
             return super().start(operation, runs, given)
         if self._side is not None:
             return self._side.start(given, partial(self.run, operation, runs))
-        inference = torch.is_inference_mode_enabled()
+        inference, (transfer,) = torch.is_inference_mode_enabled(), self.transfers
 
         def call() -> list[Any]:
-            with torch.inference_mode(inference), torch.no_grad():  # a thread has modes of its own
-                return self.run(operation, runs)
+            transfer.collectives = False
+            try:
+                with torch.inference_mode(inference), torch.no_grad():  # a thread has modes of its own
+                    return self.run(operation, runs)
+            finally:
+                transfer.collectives = True
 
         return start_in_background(transport, call).result
 
@@ -285,8 +292,9 @@ class TokenDispatcher(TokenEngine):
             y = shared + pending.finish()
 
         Any number may be in flight, also of several dispatchers; all use the same buffers, one after another. Every
-        rank starts and makes calls in the same order, and finishes those of a dispatcher in the order of their start.
-        Other calls of shardweave wait for those in flight. Arguments must not be written until `finish` has returned.
+        rank starts and makes the same calls in the same order, and finishes those of a dispatcher in the order of their
+        start. Other calls of shardweave wait for those in flight. Arguments must not be written until `finish` has
+        returned.
 
         Differentiable; backward is in one phase, as that of `dispatch`. Graphs of torch.compile do not have it.
 

@@ -9,7 +9,7 @@ from ...errors import TransportError
 from .backend_limits import WindowPolicy
 from .comm_requests import Barrier, CommRequest, HierarchicalExchange, PendingCall
 from .process_group import ProcessGroupTransport
-from .rendezvous import Rendezvous
+from .rendezvous.rendezvous import Rendezvous
 from .shared_memory.transport import SharedMemoryTransport
 from .symmetric_memory.transport import SymmetricMemoryTransport
 

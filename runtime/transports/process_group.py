@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...errors import PeerError, TransportError
 from .comm_requests import AllGather, AllReduce, AllToAll, Collective, CommRequest, PendingCall, ReduceScatter, Transfer
 from .device_fingerprints import DeviceFingerprints
-from .rendezvous import Rendezvous
+from .rendezvous.rendezvous import Rendezvous
 from .watchdog import Watchdog
 
 _SHORTEST_WAIT = timedelta(milliseconds=1)
@@ -74,7 +74,7 @@ class ProcessGroupTransport:
         self._error: TransportError | None = None
         self.busy = self._closed = False
         self.pending: PendingCall | None = None
-        self._watchdog = Watchdog(rendezvous, self._close_connections)
+        self._watchdog = Watchdog(rendezvous.errors, self._close_connections)
         self.has_tags = backend == "gloo"
         self._checks: dict[torch.device, DeviceFingerprints] = {}
 
@@ -143,8 +143,9 @@ class ProcessGroupTransport:
             return self._collective(request)
         world: Any = dist.distributed_c10d.GroupMember.WORLD
         if world is None:
-            raise TransportError(f"the process group was destroyed during {self.rendezvous.call}; allowed: after it")
-        tag = message_tag(request.fingerprint, self.rendezvous.call.number)
+            current = self.rendezvous.calls.current
+            raise TransportError(f"the process group was destroyed during {current}; allowed: after it")
+        tag = message_tag(request.fingerprint, self.rendezvous.calls.current.number)
         peers, works = [], []
         try:
             for peer, buffer in request.receives:
@@ -177,14 +178,14 @@ class ProcessGroupTransport:
                     if watchdog.error is not None:
                         raise watchdog.error from error
                     if time.monotonic() >= deadline:
-                        raise self.rendezvous.timeout_error(*watched) from error
+                        raise self.rendezvous.errors.timed_out(*watched) from error
                     raise self._connection_error(watched, error) from error
         finally:
             watchdog.stop()
 
     def _with_headers(self, request: AllToAll) -> Callable[[], None]:
         """An all-to-all on gloo, with a header before each message, because it has no tags."""
-        header, address = [request.fingerprint, self.rendezvous.call.number], request.sends.data_ptr()
+        header, address = [request.fingerprint, self.rendezvous.calls.current.number], request.sends.data_ptr()
         for nbytes in request.send_sizes:
             if nbytes:
                 _Header.from_address(address)[:] = header  # type: ignore[assignment]
@@ -196,7 +197,7 @@ class ProcessGroupTransport:
             address = request.receives.data_ptr()
             for rank, nbytes in zip(request.group, request.receive_sizes, strict=True):
                 if nbytes and list(_Header.from_address(address)) != header:
-                    raise self.rendezvous.disagreement(rank)
+                    raise self.rendezvous.errors.disagreement(rank)
                 address += nbytes
 
         return wait
@@ -236,7 +237,7 @@ class ProcessGroupTransport:
         check = self._checks.get(device)
         if check is None:
             check = self._checks[device] = DeviceFingerprints(self.rank, self.size, device)
-        expected = message_tag(request.fingerprint, self.rendezvous.call.number)
+        expected = message_tag(request.fingerprint, self.rendezvous.calls.current.number)
         fingerprints = check.new(expected)
         # A backend may connect all ranks of a group on its first use, so the group of exactly these ranks is used if
         # there is one.
@@ -276,27 +277,28 @@ class ProcessGroupTransport:
             for check in self._checks.values():
                 peer = check.mismatch()
                 if peer is not None:
-                    self._error = self.rendezvous.disagreement(peer)
+                    self._error = self.rendezvous.errors.disagreement(peer)
         return self._error
 
     def _connection_error(self, peers: tuple[int, ...], error: RuntimeError) -> TransportError:
         """The error after the connection to one of `peers` was lost: from the store, or that of torch.distributed."""
+        errors = self.rendezvous.errors
         with suppress(dist.DistError):  # the rank that hosts the store is gone
             for peer in peers:
-                if disagreement := self.rendezvous.refusal(peer) or self.rendezvous.call_mismatch(peer, True):
+                if disagreement := errors.refusal(peer) or errors.call_mismatch(peer, True):
                     return disagreement
             for peer in peers:
-                if why := self.rendezvous.failure(peer):
+                if why := self.rendezvous.reports.failure(peer):
                     return PeerError(f"rank {peer} is gone; rank {self.rank} was waiting for it: {why}")
         who = " or ".join(f"rank {peer}" for peer in peers)
         # A peer whose wait timed out has lost its connections too, before it writes so.
-        why = self.rendezvous.why_late(peers[0]) if len(peers) == 1 else ""
+        why = errors.why_late(peers[0]) if len(peers) == 1 else ""
         return PeerError(f"{who} is gone; rank {self.rank} was waiting for it: {error}{why}")
 
     def fail(self, error: TransportError) -> None:
         """Notify ranks that wait for this one, now or later, that it has failed. The first error is kept."""
         self._error = self.error or error
-        self.rendezvous.fail(f"rank {self.rank} failed: {self._error}")
+        self.rendezvous.reports.fail(f"rank {self.rank} failed: {self._error}")
 
     def _close_connections(self) -> None:
         """End the waits of this process and of its peers: gloo closes connections after a timeout. Other backends have

@@ -26,7 +26,9 @@ from .hierarchical import HierarchicalSharedMemoryTransport, HierarchicalSymmetr
 from .machine_figures import from_text, machine_figures, to_text
 from .nvlink_domain import nvlink_domain
 from .process_group import ProcessGroupTransport
-from .rendezvous import Rendezvous, malformed, settings
+from .rendezvous.peer_reports import settings
+from .rendezvous.rendezvous import Rendezvous
+from .rendezvous.store_texts import malformed
 from .shared_memory.transport import SharedMemoryTransport, machine_name, why_unsupported
 from .symmetric_memory.memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
 from .symmetric_memory.transport import SymmetricMemoryTransport
@@ -136,10 +138,10 @@ class Transports:
             return transports is not None and transports._is_gone(rank)
 
         self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone)
-        flight_recorder.start(self.rank, self.size, self.rendezvous.bounded_store)
+        flight_recorder.start(self.rank, self.size, self.rendezvous.texts.bounded)
         machine = machine_name() if platform.system() == "Linux" else _UNKNOWN
         # Peers read this to find ranks that share memory.
-        self.rendezvous.publish(_machine_key(self.rank), f"{machine} {self._node_size or 0}")
+        self.rendezvous.texts.publish(_machine_key(self.rank), f"{machine} {self._node_size or 0}")
         self._shared_memory_transport: SharedMemoryTransport | None = None
         self._process_groups: dict[str, ProcessGroupTransport] = {}
         self._symmetric_memory_transports: dict[str, SymmetricMemoryTransport] = {}
@@ -206,7 +208,7 @@ class Transports:
         requested = requested or requested_transport()
         check_name(requested)
         recorder = flight_recorder.current
-        call = self.rendezvous.next_call(ranks, "choosing a transport")
+        call = self.rendezvous.calls.next_call(ranks, "choosing a transport")
         with nullcontext() if recorder is None else recorder.attempt(call):
             name, why = choose_transport(
                 requested, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, requested),
@@ -307,7 +309,7 @@ class Transports:
     def _symmetric_memory(self, device: torch.device) -> SymmetricMemoryTransport:
         transport = self._symmetric_memory_transports.get(device.type)
         if transport is None:
-            timeout, store = timeout_on(device.type, self.group), self.rendezvous.bounded_store
+            timeout, store = timeout_on(device.type, self.group), self.rendezvous.texts.bounded
             on_cpu = device.type == "cpu"
             provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device, timeout)
             transport = SymmetricMemoryTransport(self.rank, self.size, timeout, provider, self.rendezvous)
@@ -331,7 +333,7 @@ class Transports:
         """Read the nodes of many ranks at once, if all have published theirs."""
         missing = [rank for rank in ranks if rank not in self._nodes]
         # If it fails, reading them one by one names the rank that is gone.
-        if len(missing) > 1 and (texts := self.rendezvous.read_written([_machine_key(rank) for rank in missing])):
+        if len(missing) > 1 and (texts := self.rendezvous.texts.get_all([_machine_key(rank) for rank in missing])):
             for rank, text in zip(missing, texts, strict=True):
                 self._nodes[rank] = self._parsed_node(rank, text)
 
@@ -437,7 +439,7 @@ def known_topology(ranks: tuple[int, ...], device_type: str) -> Topology | None:
     if not _transports:
         return None
     topology = _transports[0]._topologies.get((ranks, device_type))
-    return topology if topology is not None and _transports[0].rendezvous.has_met(ranks) else None
+    return topology if topology is not None and _transports[0].rendezvous.calls.has_met(ranks) else None
 
 
 def sessions() -> set[str]:
@@ -448,7 +450,7 @@ def sessions() -> set[str]:
 def publish_settings() -> None:
     """Publish this rank's settings for warnings of its peers, if there is a process group."""
     if dist.is_initialized():
-        current_transports().rendezvous.publish_settings()
+        current_transports().rendezvous.reports.publish_settings()
 
 
 def why_not_backend(device: torch.device, requested: str | None = None) -> str | None:

@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from ...errors import TransportError
-from .rendezvous import FIRST_POLL, LongWait, Rendezvous
+from .rendezvous.long_wait import FIRST_POLL, LongWait
+from .rendezvous.peer_errors import PeerErrors
 
 _PERIOD = FIRST_POLL / 2
 _IDLE_AFTER = 20  # periods without a wait
@@ -27,8 +28,8 @@ class Watchdog:
         error: why a wait was ended.
     """
 
-    def __init__(self, rendezvous: Rendezvous, end_waits: Callable[[], None]) -> None:
-        self._rendezvous, self._end_waits = rendezvous, weakref.WeakMethod(end_waits)
+    def __init__(self, errors: PeerErrors, end_waits: Callable[[], None]) -> None:
+        self._errors, self._end_waits = errors, weakref.WeakMethod(end_waits)
         self._awaited: Callable[[], Iterable[int]] | None = None
         self._serial = 0
         self._busy = threading.Event()
@@ -62,7 +63,7 @@ class Watchdog:
         if peers is None or now != serial or wait is None:
             if wait is not None:
                 wait.close()
-            return now, None if peers is None else LongWait(self._rendezvous)
+            return now, None if peers is None else LongWait(self._errors)
         try:
             wait.poll(peers())
         except TransportError as error:

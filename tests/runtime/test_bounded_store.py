@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardweave.errors import PeerError
 from shardweave.runtime.bounded_store import BoundedStore
-from shardweave.runtime.transports.rendezvous import Rendezvous
+from shardweave.runtime.transports.rendezvous.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.plan
 
@@ -105,14 +105,14 @@ def test_reads_and_writes_of_ranks_end_in_time() -> None:
     store: Any = CutOff()
     rendezvous = Rendezvous(store, 0, 0.2, lambda rank: False)
     rendezvous.write("a", "1")
-    assert rendezvous.read_written(["a", "b"]) is None
+    assert rendezvous.texts.get_all(["a", "b"]) is None
     rendezvous.write("b", "2")
-    assert rendezvous.read_written(["a", "b"]) == ["1", "2"]
+    assert rendezvous.texts.get_all(["a", "b"]) == ["1", "2"]
     store.asked = 0
     assert rendezvous.read_each({rank: "ab"[rank % 2] for rank in range(100)}) == ["1", "2"] * 50
     assert store.asked == 2 and rendezvous.read_each({}) == []
     store.connected = False
-    assert rendezvous.read_written(["a", "b"]) is None
+    assert rendezvous.texts.get_all(["a", "b"]) is None
     with pytest.raises(PeerError, match="the store is gone"):
         rendezvous.write("c", "3")
     with pytest.raises(PeerError, match="the store is gone"):

@@ -30,7 +30,7 @@ from shardweave.runtime.environment import flight_record_folder, requested_fligh
 from shardweave.runtime.executor.run import ExclusiveCall
 from shardweave.runtime.flight_recorder import FlightRecorder, dump_flight_records
 from shardweave.runtime.transports.call_lock import CallLock
-from shardweave.runtime.transports.rendezvous import CallRecord
+from shardweave.runtime.transports.rendezvous.calls import CallRecord
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport, why_unsupported
 
 shared_memory_only = pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
@@ -503,8 +503,9 @@ def test_analysis_names_the_rank_that_is_stuck_before_a_call(
 def test_analysis_names_the_rank_that_is_stuck_inside_a_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stuck_ranks(tmp_path, "shared_memory", inside=True)
     said = analysed(tmp_path / "shardweave", caplog=caplog)
-    assert said.count("Not all ranks joining collective") == 2 and said.count("missing ranks: {2}") == 2, said
-    assert "group info: barriers of ranks 0,2:shardweave\n" in said and "barriers of ranks 1,2:" in said
+    # A rank that comes late hears that the other one has failed, before it waits for rank 2.
+    waiting = [f"group info: barriers of ranks {rank},2:shardweave\n" in said for rank in range(2)]
+    assert said.count("Not all ranks joining collective") == said.count("missing ranks: {2}") == sum(waiting) > 0, said
     assert "collective: nccl:all_to_all barrier inside of S0 → R float32[8, 6] on 3\n" in said
     assert f"stuck at {__file__}:" in said
 

@@ -47,6 +47,8 @@ Take = Callable[[torch.Tensor], None]
 """Processes the receive buffer once rows have arrived, possibly in place."""
 # Operations, added to the dispatcher's fingerprint. The requests of an operation count up from there.
 DISPATCH, COMBINE, BACKWARD, WEIGHED, UNDISPATCH = 0, 8, 16, 24, 32
+BACKGROUND = 128
+"""Added to the number of an operation in the background, in the call's fingerprint only."""
 OPERATIONS = {
     DISPATCH: "dispatch",
     COMBINE: "combine",
@@ -98,6 +100,8 @@ class TokenTransfer:
         algorithm: how rows travel, in words.
         extra_words: words that a rank sends to each other rank with its counts.
         peers: the other active ranks, starting with the one after this rank.
+        collectives: whether collectives of the process group may be used: not in the background, where they would be
+            in another order than those of the program, which tell them apart by their order.
     """
 
     in_chunks: ClassVar[bool] = False
@@ -152,6 +156,7 @@ class TokenTransfer:
     ) -> None:
         self.config, self.transport, self.ranks, self.me = config, transport, ranks, me
         self.device, self.fingerprint = device, fingerprint
+        self.collectives = True
         self._unused_rows = fill_value(config.zero_rows)
         self.physical_experts = PhysicalExperts.divided(config.bounds, device)
         self._set_physical_experts()

@@ -64,7 +64,7 @@ class FixedTransfer(SendRecvTransfer):
         rows = locate_rows(counted.physical_expert, counted.place, in_chunks, self.physical_experts)
         no_padding = torch.zeros(1, dtype=torch.int64, device="cpu")
         sizes = self._sizes_of_all
-        chunks = Chunks(sizes.clone(), sizes.clone(), no_padding, self._places(fitting, groups))
+        chunks = Chunks(sizes.clone(), sizes.clone(), no_padding, sizes[:1].clone(), self._places(fitting, groups))
         return DispatchRecord(weights, groups, rows, matrix, chunks)
 
     def _places(self, counts: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -89,10 +89,9 @@ class FixedTransfer(SendRecvTransfer):
         operation, record, _, into, weights, take = delivery
         assert record.chunks is not None
         ranks, places = self.config.ranks, record.chunks.places
-        received = []
-        for packed in self._packed(delivery, len(places)):
-            received.append(self._empty(tuple(packed.shape), packed.dtype))
-            yield from self._exchange(operation, packed, self._sizes, received[-1], self._sizes)
+        packed = self._packed(delivery, len(places))
+        received = [self._empty(tuple(x.shape), x.dtype) for x in packed]
+        yield from self._exchange(operation, packed, self._sizes, received, self._sizes, self._capacity)
         # Each received row is pushed as a token with one pair, whose destination is this rank.
         place = places.int()[:, None]
         rows = TokenRows(torch.where(place >= 0, self.me, ranks).int(), place)
@@ -107,13 +106,14 @@ class FixedTransfer(SendRecvTransfer):
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
     ) -> Steps[list[torch.Tensor]]:
         assert record.chunks is not None
-        rows, buffers = record.chunks.places.clamp(min=0), []
-        for values in given:
-            returned = self._empty((len(rows), *values.shape[1:]), values.dtype)
-            packed = values.index_select(0, rows) if len(values) else torch.zeros_like(returned)
-            yield from self._exchange(operation, packed, self._sizes, returned, self._sizes)
-            buffers.append(Buffers([returned] * self.config.ranks, self.tables))
-        return read(buffers)
+        rows = record.chunks.places.clamp(min=0)
+        returned = [self._empty((len(rows), *values.shape[1:]), values.dtype) for values in given]
+        packed = [
+            values.index_select(0, rows) if len(values) else torch.zeros_like(x)
+            for values, x in zip(given, returned, strict=True)
+        ]
+        yield from self._exchange(operation, packed, self._sizes, returned, self._sizes, self._capacity)
+        return read([Buffers([x] * self.config.ranks, self.tables) for x in returned])
 
 
 def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTransfer]]:

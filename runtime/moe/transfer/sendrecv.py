@@ -19,10 +19,10 @@ import torch
 from ....kernels import Buffers, CountedPairs, Groups, locate_rows, push_rows
 from ...statistics import stats
 from ...transports.base import TwoSidedTransport
-from ...transports.comm_requests import Transfer
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
 from .base import ROUTING, Delivery, Read, Shared, Steps, TokenTransfer
+from .chunk_exchange import ChunkExchange, Rows
 
 
 class SendRecvTransfer(TokenTransfer):
@@ -51,7 +51,7 @@ class SendRecvTransfer(TokenTransfer):
             self._bounds = torch.tensor(self.config.bounds, device="cpu").to(self.device)
             self._row = torch.arange(self.config.rows, device=self.device)
             self._order_by_node()
-        self._group = self.transport.group_order(self.ranks)
+        self._chunks = ChunkExchange(self.transport, self.ranks, self.me)
 
     def _order_by_node(self) -> None:
         """Number destinations node by node, the order of sums. All of them have the same buffer here."""
@@ -72,21 +72,23 @@ class SendRecvTransfer(TokenTransfer):
         ranks, ones = self.config.ranks, [1] * self.config.ranks
         sent = counted.counts.expand(ranks, -1).contiguous()
         received = self._empty(tuple(sent.shape), torch.int32)
-        yield from self._exchange(operation, sent, ones, received, ones)
+        yield from self._exchange(operation, [sent], ones, [received], ones, 1)
         return Shared(own, counted, received)
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
         groups = self._grouped(matrix, self.physical_experts)
         sizes, places, start = self._laid_out(matrix, groups)
         rows = locate_rows(counted.physical_expert, counted.place, groups._replace(start=start), self.physical_experts)
-        sends, receives, padding = self._read(sizes).split((self.config.ranks, self.config.ranks, 1))
-        return DispatchRecord(weights, groups, rows, matrix, Chunks(sends, receives, padding, places))
+        ranks = self.config.ranks
+        sends, receives, padding, most = self._read(sizes).split((ranks, ranks, 1, 1))
+        return DispatchRecord(weights, groups, rows, matrix, Chunks(sends, receives, padding, most, places))
 
     def _laid_out(self, matrix: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Lay out the chunks on the device, in tensors of fixed shapes.
 
         Returns:
-            int64 [2 W + 1]: rows to each destination, rows from each source, padding rows of this rank's buffer.
+            int64 [2 W + 2]: rows to each destination, rows from each source, padding rows of this rank's buffer, the
+                largest number of pairs of any rank for another one.
             `Chunks.places`.
             int32 [S]: the first row of each physical expert in all of this rank's chunks.
         """
@@ -99,7 +101,8 @@ class SendRecvTransfer(TokenTransfer):
         received = torch.minimum((groups.counts - before).clamp(min=0), counts)
         first = groups.offsets - groups.padded_counts
         padding = groups.padded_counts - groups.counts
-        sizes = torch.cat((sent[self._bounds].diff(), received.sum(1), padding.sum().view(1)))
+        pairs = torch.nn.functional.pad(matrix[:, :-1].cumsum(1), (1, 0))[:, self._bounds].diff()  # [W, W]
+        sizes = torch.cat((sent[self._bounds].diff(), received.sum(1), padding.sum().view(1), pairs.amax().view(1)))
         # Rows arrive in runs of one source and expert; the padding of each group follows as one run more.
         begins = torch.cat(((first + before).flatten(), first + groups.counts))
         lengths = torch.cat((received.flatten(), padding))
@@ -112,12 +115,13 @@ class SendRecvTransfer(TokenTransfer):
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         assert delivery.record.chunks is not None
-        sends, receives, padded = _sizes(delivery.record.chunks)
+        sends, receives, padded, most = _sizes(delivery.record.chunks)
         places, padding = delivery.record.chunks.places[: sum(receives) + padded].tensor_split([sum(receives)])
-        for packed, buffer in zip(self._packed(delivery, sum(sends)), delivery.into, strict=True):
-            received = self._empty((len(places), *packed.shape[1:]), packed.dtype)
-            yield from self._exchange(delivery.operation, packed, sends, received, receives)
-            buffer.index_copy_(0, places, received)
+        packed = self._packed(delivery, sum(sends))
+        received = [self._empty((len(places), *x.shape[1:]), x.dtype) for x in packed]
+        yield from self._exchange(delivery.operation, packed, sends, received, receives, most)
+        for rows, buffer in zip(received, delivery.into, strict=True):
+            buffer.index_copy_(0, places, rows)
             buffer.index_fill_(0, padding, 0)
         if delivery.take is not None:
             delivery.take(delivery.into[0])
@@ -138,33 +142,26 @@ class SendRecvTransfer(TokenTransfer):
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
     ) -> Steps[list[torch.Tensor]]:
         assert record.chunks is not None
-        sends, receives, _ = _sizes(record.chunks)
-        buffers = []
-        for values in given:
-            returned = self._empty((sum(sends), *values.shape[1:]), values.dtype)
-            packed = values.index_select(0, record.chunks.places[: sum(receives)])
-            yield from self._exchange(operation, packed, receives, returned, sends)
-            buffers.append(Buffers([returned] * self.config.ranks, self.tables))
-        return read(buffers)
+        sends, receives, _, most = _sizes(record.chunks)
+        returned = [self._empty((sum(sends), *values.shape[1:]), values.dtype) for values in given]
+        packed = [values.index_select(0, record.chunks.places[: sum(receives)]) for values in given]
+        yield from self._exchange(operation, packed, receives, returned, sends, most)
+        return read([Buffers([x] * self.config.ranks, self.tables) for x in returned])
 
     def _exchange(
         self,
         operation: int,
-        sends: torch.Tensor,
+        sends: Sequence[torch.Tensor],
         send_sizes: list[int],
-        receives: torch.Tensor,
+        receives: Sequence[torch.Tensor],
         receive_sizes: list[int],
+        most: int,
     ) -> Steps[None]:
-        """Send one contiguous part of `sends` to each rank and receive one from each; sizes count rows."""
-        outgoing, incoming = sends.split(send_sizes), receives.split(receive_sizes)
-        incoming[self.me].copy_(outgoing[self.me])
-        others = [r for r in range(self.config.ranks) if r != self.me and self.config.is_active(r)]
-        yield Transfer(
-            tuple((self.ranks[r], flat_bytes(outgoing[r])) for r in others if outgoing[r].numel()),
-            tuple((self.ranks[r], flat_bytes(incoming[r])) for r in others if incoming[r].numel()),
-            self.fingerprint + operation,
-            group=self._group,
-        )
+        """Send contiguous rows of `sends` to each rank and receive rows from each; sizes count rows, `most` is their
+        bound on any rank."""
+        parts = [Rows(x, send_sizes, y, receive_sizes) for x, y in zip(sends, receives, strict=True)]
+        fingerprint, active = self.fingerprint + operation, self.config.active_ranks
+        yield from self._chunks.run(fingerprint, parts, most, active, self.collectives)
 
     def _read(self, sizes: torch.Tensor) -> torch.Tensor:
         """Return the sizes on the host; waits for them.
@@ -182,11 +179,6 @@ class SendRecvTransfer(TokenTransfer):
         return host
 
 
-def _sizes(chunks: Chunks) -> tuple[list[int], list[int], int]:
-    """Return the rows sent to each destination, received from each source, and of padding."""
-    return chunks.sends.tolist(), chunks.receives.tolist(), int(chunks.padding)
-
-
-def flat_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as uint8 [bytes]."""
-    return x.view(-1).view(torch.uint8)
+def _sizes(chunks: Chunks) -> tuple[list[int], list[int], int, int]:
+    """Return the rows sent to each destination, received from each source, of padding, and `Chunks.most`."""
+    return chunks.sends.tolist(), chunks.receives.tolist(), int(chunks.padding), int(chunks.most)

@@ -36,8 +36,8 @@ from ...transports.comm_requests import Transfer
 from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Forwards, Tokens
 from .base import COMBINE, DISPATCH, ROUTING, UNDISPATCH, WEIGHED, Delivery, Shared, Steps, copied, pair_words
+from .chunk_exchange import flat_bytes
 from .push import PushTransfer
-from .sendrecv import flat_bytes
 
 # Requests of an operation after those of `PushTransfer`, added to its number.
 _LAST, _COUNTS, _NUMBERS, _TOKENS = 1, 3, 4, 5

@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from ....errors import PeerError, TransportError
 from ..comm_requests import Barrier, CommRequest, PendingCall
-from ..rendezvous import FIRST_POLL, LongWait, Rendezvous, malformed
+from ..rendezvous.long_wait import FIRST_POLL, LongWait
+from ..rendezvous.rendezvous import Rendezvous
+from ..rendezvous.store_texts import malformed
 from .receive_buffers import ReceiveBuffers
 from .segments import (
     Segment,
@@ -226,7 +228,7 @@ class SharedMemoryTransport:
         """Notify every peer that waits for this rank, now or later, that it has failed. The first error is kept."""
         self._page[_FAILED] = 1
         self.error = self.error or error
-        self.rendezvous.fail(f"rank {self.rank} failed: {self.error}")
+        self.rendezvous.reports.fail(f"rank {self.rank} failed: {self.error}")
         self._pool.freeze()
         if self._pool.named:
             # A rank that failed may end without cleaning up; peers that have mapped its memory keep it.
@@ -296,7 +298,7 @@ class SharedMemoryTransport:
                 except PeerError:
                     # A peer that refused, or arrived with a different request, explains more.
                     with suppress(dist.DistError):  # the peer may have hosted the store
-                        if refusal := self.rendezvous.refusal(peer.rank):
+                        if refusal := self.rendezvous.errors.refusal(peer.rank):
                             raise refusal from None
                     for other in peers:
                         self._check_fingerprint(other, fingerprint)
@@ -317,7 +319,7 @@ class SharedMemoryTransport:
         # A rank that refuses does not wait: its number may be larger.
         if peer.page[slot + _NUMBER] < peer.barriers or theirs == fingerprint:
             return
-        raise self.rendezvous.disagreement(peer.rank, theirs == _REFUSED)
+        raise self.rendezvous.errors.disagreement(peer.rank, theirs == _REFUSED)
 
     def _wait(self, peer: _Peer, slot: int) -> None:
         """Wait until a peer has arrived at the current barrier.
@@ -340,16 +342,16 @@ class SharedMemoryTransport:
                 waited = time.monotonic() - start
                 # A peer that failed or died may have arrived at this barrier before.
                 if page[_FAILED] and page[slot] < number:
-                    why = self.rendezvous.why_late(peer.rank)
+                    why = self.rendezvous.errors.why_late(peer.rank)
                     raise PeerError(f"{peer} failed; rank {self.rank} was waiting for it{why}")
                 if waited > _SHORTEST_NAP and peer.has_died() and page[slot] < number:
                     if peer.named:
                         unlink_names(peer.pid)
                     raise PeerError(f"{peer} is gone; rank {self.rank} was waiting for it")
                 if waited > self.timeout:
-                    raise self.rendezvous.timeout_error(peer.rank)
+                    raise self.rendezvous.errors.timed_out(peer.rank)
                 if waited > FIRST_POLL:
-                    wait = wait or LongWait(self.rendezvous)
+                    wait = wait or LongWait(self.rendezvous.errors)
                     wait.poll([peer.rank])
                 sleep_on(peer.address + 8 * slot, seen, min(max(waited / 4, _SHORTEST_NAP), _LONGEST_NAP))
         finally:

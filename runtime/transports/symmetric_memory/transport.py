@@ -16,7 +16,7 @@ from ...environment import num_sms
 from ..backend_limits import PooledOutputs, WindowPolicy
 from ..buffer_pool import BufferPool
 from ..comm_requests import PendingCall
-from ..rendezvous import Rendezvous
+from ..rendezvous.rendezvous import Rendezvous
 from ..streams import SideStream, refuse_capture
 from ..watchdog import Watchdog
 from .memory import Provider
@@ -72,7 +72,7 @@ class SymmetricMemoryTransport:
         self.wait_limit = wait_limit(timeout, provider.device)
         self._error: TransportError | None = None
         # On CPUs a thread of this process waits.
-        self._watchdog = Watchdog(rendezvous, self._end_waits) if provider.device.type == "cpu" else None
+        self._watchdog = Watchdog(rendezvous.errors, self._end_waits) if provider.device.type == "cpu" else None
         self.busy = False
         self.side = SideStream(provider.device)
         self.pending: PendingCall | None = None
@@ -172,7 +172,7 @@ class SymmetricMemoryTransport:
                 )
         for rank in ranks:
             # A rank that failed after its allocation will not use it.
-            if rank != self.rank and (failure := self.rendezvous.failure(rank)):
+            if rank != self.rank and (failure := self.rendezvous.reports.failure(rank)):
                 raise PeerError(f"rank {self.rank} was waiting for rank {rank}: {failure}")
         return self.provider.join(own, handles, f"{self.rendezvous.session(ranks)}/{key}")
 
@@ -183,7 +183,7 @@ class SymmetricMemoryTransport:
             MeetingTimeoutError: a rank did not arrive.
         """
         # The key contains the call: a rank that refuses this call may use the same `key` in the next one.
-        call = self.rendezvous.call
+        call = self.rendezvous.calls.current
         key = f"{self.provider.device.type}/{self.rendezvous.session(ranks)}/{key}/{call.ranks}/{call.number}"
         self.rendezvous.write(f"{key}/{self.rank}", text)
         return {r: self.rendezvous.read(f"{key}/{r}", r) for r in ranks}
@@ -249,19 +249,19 @@ class SymmetricMemoryTransport:
                 f"rank {code.peer} failed{self._why(code.peer)}; rank {code.rank} was waiting for it ({where}); "
                 f"outputs since then are overwritten"
             )
-        error = self.rendezvous.disagreement(code.peer)
+        error = self.rendezvous.errors.disagreement(code.peer)
         return DisagreementError(f"{error} ({where}; outputs since then are overwritten)")
 
     def _why(self, peer: int) -> str:
         with suppress(dist.DistError):  # the rank that hosts the store is gone
-            failure = self.rendezvous.failure(peer)
+            failure = self.rendezvous.reports.failure(peer)
             return f": {failure}" if failure else ""
         return ""
 
     def fail(self, error: TransportError) -> None:
         """Notify all peers, from here on in the stream, that this rank has failed. The first error is kept."""
         self._error = self.error or error
-        self.rendezvous.fail(f"rank {self.rank} failed: {self._error}")
+        self.rendezvous.reports.fail(f"rank {self.rank} failed: {self._error}")
         # A device that is broken cannot signal; the original error reports that.
         with suppress(RuntimeError):
             self.failure.fail()

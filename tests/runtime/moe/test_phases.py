@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -177,6 +178,35 @@ def other_calls_between(rank: int, transport: str) -> None:
     assert returned(d, pending.finish()) == 7.0 + rank
 
 
+def collectives_between(rank: int, transport: str) -> None:
+    """The program's own collectives of the same process group, in the meantime, in an order that differs by rank."""
+    d, size = small(transport), dist.get_world_size()
+    for i in range(10):
+        pending = d.dispatch_start(*of_value(1.0 + rank))
+        if rank % 2:
+            time.sleep(0.002)
+        total = torch.full((5,), 1.0 + rank + i)
+        dist.all_reduce(total)
+        assert (total == sum(1.0 + r + i for r in range(size))).all()
+        received = torch.empty(size)
+        dist.all_to_all_single(received, torch.full((size,), float(rank)))
+        assert received.tolist() == list(range(size))
+        routed = pending.finish()
+        combining = d.combine_start(routed.x, routed)
+        dist.all_reduce(total)
+        assert (combining.finish() == 1.0 + rank).all()
+
+
+def phases_on_one_rank(rank: int, transport: str) -> None:
+    """One rank dispatches in two phases, the other in one."""
+    d = small(transport)
+    d.dispatch(*of_value(1.0))
+    if rank:
+        d.dispatch_start(*of_value(1.0)).finish()
+    else:
+        d.dispatch(*of_value(1.0))
+
+
 def dropped(rank: int, transport: str) -> None:
     d = small(transport, capacity=1)
     fits = torch.tensor([[rank * 4 // dist.get_world_size()], [-1], [-1], [-1]])  # an expert of this rank
@@ -219,7 +249,7 @@ def refused(rank: int, transport: str) -> None:
 
 def every_use(rank: int) -> None:
     for transport in TRANSPORTS:
-        for use in (start_waits_for_nobody, other_calls_between, dropped, out_of_order, refused):
+        for use in (start_waits_for_nobody, other_calls_between, collectives_between, dropped, out_of_order, refused):
             use(rank, transport)
 
 
@@ -235,7 +265,7 @@ def test_calls_in_flight_between_nodes():
 
 
 def hierarchical_uses(rank: int) -> None:
-    for use in (start_waits_for_nobody, other_calls_between, dropped, out_of_order):
+    for use in (start_waits_for_nobody, other_calls_between, collectives_between, dropped, out_of_order):
         use(rank, "hierarchical")
 
 
@@ -285,6 +315,19 @@ def test_disagreement_is_raised(transport):
     assert outcomes[one_refuses] == ("DisagreementError", "ArgumentError")
     for case in (other_order, one_starts_another_call):
         assert "DisagreementError" in outcomes[case], (case.__name__, outcomes[case])
+
+
+def phases_on_one_rank_end(rank: int) -> str:
+    with pytest.raises(TransportError) as raised:
+        phases_on_one_rank(rank, "process_group")
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.multi
+def test_phases_on_one_rank_are_refused_where_exchanges_differ():
+    texts = run_ranks(phases_on_one_rank_end, 2, environment={"SHARDWEAVE_TIMEOUT": "40"})
+    (told, *_) = [text for text in texts if text.startswith("DisagreementError")]
+    assert "dispatch of token dispatcher" in told and "dispatch_start of token dispatcher" in told, texts
 
 
 def one_ends(rank: int, transport: str) -> list[str]:

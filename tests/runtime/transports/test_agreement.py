@@ -445,9 +445,9 @@ def test_different_settings_raise_at_first_rendezvous(what: str, named: str, val
 
 def not_installed(rank: int) -> list[str]:
     """Rank 1 has not called install(): torch executes its redistribution, and rank 0 waits."""
-    from shardweave.runtime.transports import rendezvous
+    from shardweave.runtime.transports.rendezvous import long_wait
 
-    rendezvous.WARN_AFTER = 1.0
+    long_wait.WARN_AFTER = 1.0
     outcomes: list[str] = []
 
     class Kept(logging.Handler):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardweave
 from shardweave.errors import TransportError
-from shardweave.runtime.transports.rendezvous import Rendezvous
+from shardweave.runtime.transports.rendezvous.rendezvous import Rendezvous
 from shardweave.runtime.transports.select import Transports
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport
 
@@ -60,15 +60,15 @@ def test_pickle_in_the_store_is_refused(tmp_path: Path, protocol: int) -> None:
     transports = object.__new__(Transports)
     transports.rendezvous, transports._nodes, transports._node_size = here, {}, None
     for read in (
-        lambda: here.read_waiting(1),
-        lambda: here.refusal(1),
+        lambda: here.reports.waiting(1),
+        lambda: here.errors.refusal(1),
         lambda: here.session((0, 1, 2)),
         lambda: transport._connect(1),
         lambda: transports._node_of(1),
     ):
         with pytest.raises(TransportError, match=r"rank 1 wrote .* to the store; allowed: what this version"):
             read()
-    assert isinstance(here.failure(1), str)  # any text is shown as it is
+    assert isinstance(here.reports.failure(1), str)  # any text is shown as it is
     assert not (tmp_path / "ran").exists()
     pickle.loads(sent)
     assert (tmp_path / "ran").exists()  # it would have run

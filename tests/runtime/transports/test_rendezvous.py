@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from shardweave.errors import DisagreementError, MeetingTimeoutError, PeerError
-from shardweave.runtime.transports import rendezvous
-from shardweave.runtime.transports.rendezvous import LongWait, Rendezvous
+from shardweave.runtime.transports.rendezvous import long_wait, peer_reports
+from shardweave.runtime.transports.rendezvous.long_wait import LongWait
+from shardweave.runtime.transports.rendezvous.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.plan
 
@@ -67,7 +68,7 @@ def test_session_raises_on_different_settings(monkeypatch: pytest.MonkeyPatch) -
     values = iter(("seven", "eight", "seven", "eight"))
     store = dist.HashStore()
     both = at(store, 0), at(store, 1)
-    monkeypatch.setitem(rendezvous.settings, "install(size=)", lambda: next(values))
+    monkeypatch.setitem(peer_reports.settings, "install(size=)", lambda: next(values))
 
     def error_of(one: Rendezvous) -> str:
         with pytest.raises(DisagreementError) as caught:
@@ -89,7 +90,7 @@ def test_wait_ends_on_different_request() -> None:
     one, other = connected()
     one.begin((0, 1), 5, "S0 to R")
     other.begin((0, 1), 6, "S0 to S1")
-    mine, theirs = LongWait(one), LongWait(other)
+    mine, theirs = LongWait(one.errors), LongWait(other.errors)
     looked(theirs, 0)
     with pytest.raises(DisagreementError) as caught:
         looked(mine, 1)
@@ -105,7 +106,7 @@ def test_wait_continues_while_peer_is_in_earlier_call() -> None:
     one.begin((0, 1), 5, "a")
     other.begin((0, 1), 5, "a")
     one.begin((0, 1), 6, "b")
-    mine, theirs = LongWait(one), LongWait(other)
+    mine, theirs = LongWait(one.errors), LongWait(other.errors)
     for _ in range(4):
         looked(theirs, 2)
         looked(mine, 1)
@@ -116,7 +117,7 @@ def test_wait_continues_while_peer_is_in_later_call() -> None:
     for _ in range(2):
         other.begin((0, 1), 5, "a")  # its part of the first call is done
     one.begin((0, 1), 5, "a")
-    mine, theirs = LongWait(one), LongWait(other)
+    mine, theirs = LongWait(one.errors), LongWait(other.errors)
     for _ in range(4):
         looked(theirs, 2)
         looked(mine, 1)
@@ -128,19 +129,19 @@ def test_refusals_reach_peer_in_earlier_call() -> None:
     other.begin((0, 1), 5, "a")
     other.refuse((0, 1), "a first reason")
     other.refuse((0, 1), "another reason")
-    looked(LongWait(one), 1)  # call 1 was not refused
+    looked(LongWait(one.errors), 1)  # call 1 was not refused
     for reason in ("a first reason", "another reason"):
         one.begin((0, 1), 5, "a")
         with pytest.raises(DisagreementError, match=reason):
-            looked(LongWait(one), 1)
+            looked(LongWait(one.errors), 1)
 
 
 def test_wait_ends_on_deadlock_of_two_groups() -> None:
     one, other = connected()
     one.begin((0, 1), 5, "pair")
-    other._sequence((0, 1, 2)).session = "agreed"
+    other.calls.sequence((0, 1, 2)).session = "agreed"
     other.begin((0, 1, 2), 6, "all")
-    mine, theirs = LongWait(one), LongWait(other)
+    mine, theirs = LongWait(one.errors), LongWait(other.errors)
     looked(theirs, 2)
     looked(mine, 1)
     looked(theirs, 2)
@@ -151,10 +152,10 @@ def test_wait_ends_on_deadlock_of_two_groups() -> None:
 def test_wait_continues_while_peer_is_in_earlier_call_of_other_group() -> None:
     one, other = connected()
     for each in (one, other):
-        each._sequence((0, 1, 2)).session = "agreed"
+        each.calls.sequence((0, 1, 2)).session = "agreed"
         each.begin((0, 1, 2), 6, "all")
     one.begin((0, 1), 5, "pair")
-    mine, theirs = LongWait(one), LongWait(other)
+    mine, theirs = LongWait(one.errors), LongWait(other.errors)
     for _ in range(4):
         looked(theirs, 2)
         looked(mine, 1)
@@ -163,19 +164,19 @@ def test_wait_continues_while_peer_is_in_earlier_call_of_other_group() -> None:
 def test_refusal_ends_only_wait_for_that_call() -> None:
     one, other = connected()
     one.begin((0, 1), 5, "a")
-    looked(LongWait(one), 1)
+    looked(LongWait(one.errors), 1)
     other.refuse((0, 1), "x: too large")
     with pytest.raises(DisagreementError, match="rank 1 refused its arguments in call 1 .*x: too large"):
-        looked(LongWait(one), 1)
+        looked(LongWait(one.errors), 1)
     one.begin((0, 1), 5, "a")
-    looked(LongWait(one), 1)
+    looked(LongWait(one.errors), 1)
 
 
 def test_keys_of_earlier_process_group_are_ignored() -> None:
     store = dist.HashStore()
     early = at(store, 0), at(store, 1)
     early[1].refuse((0, 1), "too large")
-    early[1].write_waiting(1)
+    early[1].reports.write_waiting(1)
     kept = {key: store.get(key) for key in ("refused/1", "waiting/1")}
     both = at(store, 0), at(store, 1)
     with ThreadPoolExecutor(2) as pool:
@@ -184,34 +185,34 @@ def test_keys_of_earlier_process_group_are_ignored() -> None:
         store.set(key, value.decode())
     both[0].begin((0, 1), 5, "a")
     for _ in range(3):
-        looked(wait := LongWait(both[0]), 1)
-    assert both[0].read_waiting(1) is None and wait is not None
+        looked(wait := LongWait(both[0].errors), 1)
+    assert both[0].reports.waiting(1) is None and wait is not None
 
 
 @pytest.mark.parametrize("kind", ["failed", "gone"])
 def test_wait_ends_after_peer_failed_or_died(kind: str) -> None:
     one, other = connected(gone=(1,) if kind == "gone" else ())
     if kind == "failed":
-        other.fail("rank 1 failed: no room")
+        other.reports.fail("rank 1 failed: no room")
     one.begin((0, 1), 5, "a")
     with pytest.raises(PeerError, match="no room" if kind == "failed" else "rank 1 is gone"):
-        looked(LongWait(one), 1)
+        looked(LongWait(one.errors), 1)
 
 
 def test_long_wait_warns_once_with_peer_status(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rendezvous, "WARN_AFTER", 0.0)
+    monkeypatch.setattr(long_wait, "WARN_AFTER", 0.0)
     one, other = connected()
     one.begin((0, 1), 5, "S0 to R")
-    wait = LongWait(one)
+    wait = LongWait(one.errors)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             looked(wait, 1)
         other.begin((0, 1), 5, "S0 to R")
-        looked(LongWait(other), 0)
-        looked(LongWait(one), 1)
-        looked(LongWait(one), 7)
+        looked(LongWait(other.errors), 0)
+        looked(LongWait(one.errors), 1)
+        looked(LongWait(one.errors), 7)
     warnings = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rank 0")]
     assert len(warnings) == 3 and all("in call 1 of ranks (0, 1): S0 to R. " in text for text in warnings)
     assert "rank 1 has the same settings and waits nowhere" in warnings[0]
@@ -225,11 +226,11 @@ def test_finished_wait_deletes_no_store_key() -> None:
     """A peer may be between finding the key and reading it."""
     one, other = connected()
     one.begin((0, 1), 5, "a")
-    one.write_waiting(1)
-    state = other.read_waiting(0)
-    assert state is not None and state[0].description == "a"
-    one.clear_waiting()
-    assert other.bounded_store.run(lambda store: store.check(["waiting/0"]), 5.0) and other.read_waiting(0) is None
+    one.reports.write_waiting(1)
+    state = other.reports.waiting(0)
+    assert state is not None and state.call.description == "a"
+    one.reports.clear_waiting()
+    assert other.texts.bounded.run(lambda store: store.check(["waiting/0"]), 5.0) and other.reports.waiting(0) is None
 
 
 class Silent(dist.HashStore):

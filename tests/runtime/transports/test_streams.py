@@ -125,7 +125,7 @@ def test_async_run_finishes_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> No
         fail=None,
         answer=None,
         error=None,
-        rendezvous=SimpleNamespace(call=None, lock=CallLock(0, 5.0, str)),
+        rendezvous=SimpleNamespace(calls=SimpleNamespace(current=None), lock=CallLock(0, 5.0, str)),
     )
     kind: Any = SimpleNamespace(milliseconds=0.0)
     output: Any = Output(cuda)

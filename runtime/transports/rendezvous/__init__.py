@@ -1,0 +1,1 @@
+"""How ranks begin calls together, and find out why one of them does not come."""

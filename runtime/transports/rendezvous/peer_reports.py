@@ -1,0 +1,149 @@
+"""What ranks report of themselves in the store: failures, refused calls, the call that they wait in, settings."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from .calls import CallRecord, Calls
+from .store_texts import StoreTexts, json_fields
+
+settings: dict[str, Callable[[], str]] = {}
+"""Functions that return settings which must be equal on all ranks, by the name that users know. Modules add theirs."""
+remarks: dict[str, Callable[[], str]] = {}
+"""Functions that return further settings, which may differ, for warnings about a rank that is waited for."""
+
+
+class WaitReport(NamedTuple):
+    """The call that a rank waits in.
+
+    Attributes:
+        polls: how often the rank has written so during this wait.
+        numbers: the numbers of its last calls (`Calls.numbers`).
+        awaited: the ranks that it waits for.
+    """
+
+    call: CallRecord
+    polls: int
+    numbers: dict[str, int]
+    awaited: list[int]
+
+
+class RefusalReport(NamedTuple):
+    """The calls that a rank refused: `Calls.refused`, with numbers as text; and for each group of
+    `Calls.refused_within` its ranks, how many calls, and the last message."""
+
+    refused: dict[str, dict[str, str]]
+    refused_within: list[tuple[list[int], int, str]]
+
+
+class PeerReports:
+    """Writes the reports of a rank, and reads those of its peers.
+
+    Attributes:
+        nonce: tells the reports of this process group from those that earlier ones left in the store.
+        nonces: those of peers, known after the first rendezvous with them.
+    """
+
+    def __init__(self, calls: Calls, texts: StoreTexts, timeout: float) -> None:
+        self._calls, self._texts = calls, texts
+        self.nonce = secrets.token_hex(8)
+        self.nonces: dict[int, str] = {}
+        self._failed = self._is_evidence = False
+        self._published = ""
+        for kind in ("failed", "waiting", "refused"):
+            self._clear(kind, timeout)
+        self.publish_settings()
+
+    def publish_settings(self) -> None:
+        """Write this rank's settings, for warnings of ranks that wait for it."""
+        text = json.dumps([own_settings()])
+        if text != self._published:
+            self._published = text
+            self._publish("settings", text)
+
+    def settings_of(self, peer: int) -> dict[str, str] | None:
+        """The settings of a rank; None if it has not used shardweave in this process group."""
+        text = self._get("settings", peer)
+        return None if text is None else json_fields(peer, text, 1)[0]
+
+    def fail(self, text: str) -> None:
+        """Report that this rank has failed. Its current call and the first text stay in the store, for the errors of
+        peers."""
+        if not self._failed:
+            self._failed = True
+            self.keep_waiting()
+            self._publish("failed", text)
+
+    def failure(self, rank: int) -> str | None:
+        """The text of a rank's `fail`; None if it has not failed."""
+        return self._get("failed", rank)
+
+    def publish_refusals(self) -> None:
+        """Write the calls that this rank refused."""
+        within = [[ranks, len(messages), messages[-1]] for ranks, messages in self._calls.refused_within.items()]
+        self._publish("refused", json.dumps([self.nonce, self._calls.refused, within]))
+
+    def refusals(self, peer: int) -> RefusalReport | None:
+        """The calls that a peer refused; None if it has refused none."""
+        text = self._get("refused", peer)
+        if text is None:
+            return None
+        nonce, *fields = json_fields(peer, text, 3)
+        return RefusalReport(*fields) if self._is_current(peer, nonce) else None
+
+    def write_waiting(self, polls: int, awaited: Sequence[int] = ()) -> None:
+        """Write the call that this rank waits in. `polls`: how often it has done so during this wait; `awaited`: the
+        ranks that it waits for."""
+        call = self._calls.current
+        text = json.dumps([self.nonce, polls, *call[:3], call.text, self._calls.numbers(), list(awaited)])
+        with suppress(dist.DistError):
+            self._texts.set(_key("waiting", self._calls.rank), text)
+
+    def keep_waiting(self) -> None:
+        """Write the current call, and leave it in the store for the errors of peers."""
+        self._is_evidence = True
+        self.write_waiting(0)
+
+    def clear_waiting(self) -> None:
+        """Remove what `write_waiting` wrote, unless errors of peers need it."""
+        if not self._is_evidence:
+            self._clear("waiting")
+
+    def waiting(self, peer: int) -> WaitReport | None:
+        """The call that a peer waits in; None if it has written none."""
+        text = self._get("waiting", peer)
+        if text is None:
+            return None
+        nonce, polls, ranks, number, fingerprint, description, numbers, awaited = json_fields(peer, text, 8)
+        if not self._is_current(peer, nonce):
+            return None
+        return WaitReport(CallRecord(tuple(ranks), number, fingerprint, description), polls, numbers, awaited)
+
+    def _is_current(self, peer: int, nonce: str) -> bool:
+        return nonce == self.nonces.get(peer, nonce)
+
+    def _get(self, kind: str, rank: int) -> str | None:
+        return self._texts.get(_key(kind, rank)) or None
+
+    def _publish(self, kind: str, text: str) -> None:
+        self._texts.publish(_key(kind, self._calls.rank), text)
+
+    def _clear(self, kind: str, within: float | None = None) -> None:
+        # Not `delete_key`: a peer that has just checked the key would wait until it exists again.
+        with suppress(RuntimeError):  # the store of a fake group keeps nothing
+            self._texts.set(_key(kind, self._calls.rank), "", within)
+
+
+def own_settings() -> dict[str, str]:
+    """This rank's settings and remarks."""
+    return {name: read() for name, read in (settings | remarks).items()}
+
+
+def _key(kind: str, rank: int) -> str:
+    return f"{kind}/{rank}"
