@@ -79,8 +79,8 @@ RESULTS = {kind.__name__: kind for kind in (Statistics, Redistribution, Recordin
 """Types of results that are not exported by name."""
 
 _INTERNAL = {
-    "TokenDispatcher": ("run",),
-    "VirtualTokenDispatcher": ("run",),
+    "TokenDispatcher": ("run", "start"),
+    "VirtualTokenDispatcher": ("run", "start"),
     "Layout": ("unchecked", "cuts"),
     "Recording": ("begin", "end", "note", "note_entry", "trace"),
     "Statistics": ("kind",),

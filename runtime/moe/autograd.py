@@ -91,7 +91,7 @@ def start_combine(
     given = given_outs(outs)
     with torch.no_grad():
         sums = given or engine._new_sums(records)
-        wait = engine.start_combine(records, values, sums, weights, adds)
+        wait = engine._start_combine(records, values, sums, weights, adds)
 
     def finish() -> list[torch.Tensor]:
         wait()

@@ -113,7 +113,7 @@ class TokenEngine:
                 self._overflow.add(received[0][1].groups.overflow)
             return received
 
-    def start_dispatch(self, tokens: Sequence[Tokens]) -> Callable[[], list[Received]]:
+    def _start_dispatch(self, tokens: Sequence[Tokens]) -> Callable[[], list[Received]]:
         """Start to send tokens to their destinations; return a function that waits for what the ranks receive."""
         with on_device(self.transfers[0].device):
             outs = self._new_received(tokens) if self.config.save == "copy" else None
@@ -129,7 +129,8 @@ class TokenEngine:
             self.started.note(self._overflow, overflow)
             return received
 
-        self.started.add_overflow(overflow)
+        if self.config.overflow == "raise":
+            self.started.add_overflow(overflow)
         return finish
 
     def _dispatches(
@@ -158,7 +159,7 @@ class TokenEngine:
         with on_device(self.transfers[0].device):
             self.run(COMBINE, self._combines(records, values, outs, weights, adds))
 
-    def start_combine(
+    def _start_combine(
         self,
         records: Sequence[DispatchRecord],
         values: Sequence[torch.Tensor],

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ...errors import ArgumentError, TransportError
+from ...errors import ArgumentError
 from .overflow import Overflow
 
 T = TypeVar("T")
@@ -29,6 +29,8 @@ class StartedCalls:
     def add(self, pending: PendingTokens) -> int:
         """Add a call that has started; return its number."""
         with self._lock:
+            while self._pending and self._pending[0]() is None:
+                self._pending.popleft()
             self._pending.append(weakref.ref(pending))
             self._number += 1
             return self._number
@@ -39,14 +41,14 @@ class StartedCalls:
             self._overflows.append(overflow)
 
     def note(self, noted: Overflow, last: object = None) -> None:
-        """Note the overflow of started dispatches, up to the one that added `last`, if it is given. Waits for them.
-        Their errors are those of the transport, which later calls raise."""
+        """Note the overflow of started dispatches, up to the one that added `last`, if it is given. Waits for them. One
+        that failed has invalidated the transport, which later calls raise."""
         while True:
             with self._lock:
                 if not self._overflows or (last is not None and last not in self._overflows):
                     return  # `last` was noted by a later call, or just now
                 overflow = self._overflows.popleft()
-            with suppress(TransportError):
+            with suppress(Exception):
                 noted.add(overflow())
 
     def begin_finish(self, pending: PendingTokens) -> None:
@@ -69,8 +71,8 @@ class StartedCalls:
 class PendingTokens(Generic[T]):
     """A dispatch or combine that has started, from `TokenDispatcher.dispatch_start` or `combine_start`.
 
-    What was passed to it must neither be written nor freed by hand until `finish` has returned. Objects are finished in
-    the order in which they were started. One that is dropped unfinished still takes place, as its peers need.
+    What was passed to it must not be written until `finish` has returned. Calls of a dispatcher are finished in the
+    order in which they were started. One that is dropped unfinished still takes place, as its peers need.
     """
 
     def __init__(self, started: StartedCalls, kind: str, complete: Callable[[], T]) -> None:

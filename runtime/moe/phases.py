@@ -24,7 +24,7 @@ def start_dispatch(
     refuse_compiled("dispatch_start", "dispatch")
     config = engine.config
     tokens = [item._replace(weights=item.weights.float()) for item in tokens]
-    wait = engine.start_dispatch([item._replace(x=item.x.detach(), weights=item.weights.detach()) for item in tokens])
+    wait = engine._start_dispatch([item._replace(x=item.x.detach(), weights=item.weights.detach()) for item in tokens])
     return PendingTokens(engine.started, "dispatch", lambda: result(routed_tokens(engine, config, tokens, wait())))
 
 
