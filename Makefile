@@ -18,7 +18,7 @@ ifneq ($(shell cat "$(READY)" 2>/dev/null),$(CURDIR))
 .PHONY: $(READY)
 endif
 
-.PHONY: demo bench test test-long test-nightly nightly test-torch test-newest faults soak check docs docs-site gpu
+.PHONY: demo bench test test-long test-nightly nightly test-torch test-newest faults soak check docs docs-site overlap gpu
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -102,6 +102,10 @@ check: $(READY)
 docs: $(READY)
 	"$(BIN)/python" docs/api_reference.py
 	"$(BIN)/python" docs/pictures.py
+
+# docs/pictures/overlap.svg, a profile of two microbatches on two hosts. For an idle machine; it takes a minute.
+overlap: $(READY)
+	"$(BIN)/python" docs/overlap.py
 
 # The site, in site/. Dead links and headings, missing pictures and pages without a place in the sidebar are errors.
 SPHINX = "$(BIN)/sphinx-build" --quiet --fail-on-warning --keep-going --conf-dir docs

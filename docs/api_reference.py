@@ -48,7 +48,8 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "Token dispatch",
         {
             "Dispatch and combine": (
-                "TokenDispatcher", "RoutedTokens", "TokenLoad", "silu_and_mul", "VirtualTokenDispatcher",
+                "TokenDispatcher", "RoutedTokens", "PendingTokens", "TokenLoad", "silu_and_mul",
+                "VirtualTokenDispatcher",
             ),
             "Balance": ("balance_experts", "BalancedExperts", "move_experts", "sum_replicas"),
             "In models": ("ExpertParallel", "share_of_tokens", "whole_of_shares"),
@@ -78,8 +79,8 @@ RESULTS = {kind.__name__: kind for kind in (Statistics, Redistribution, Recordin
 """Types of results that are not exported by name."""
 
 _INTERNAL = {
-    "TokenDispatcher": ("run",),
-    "VirtualTokenDispatcher": ("run",),
+    "TokenDispatcher": ("run", "start"),
+    "VirtualTokenDispatcher": ("run", "start"),
     "Layout": ("unchecked", "cuts"),
     "Recording": ("begin", "end", "note", "note_entry", "trace"),
     "Statistics": ("kind",),

@@ -22,6 +22,7 @@ from .moe.balance import BalancedExperts, balance_experts
 from .moe.dispatcher import TokenDispatcher
 from .moe.move_experts import move_experts, sum_replicas
 from .moe.parallel_style import ExpertParallel
+from .moe.pending import PendingTokens
 from .moe.permute_indices import generate_permute_indices
 from .moe.routed import RoutedTokens, TokenLoad
 from .moe.shares import share_of_tokens, whole_of_shares
@@ -66,6 +67,7 @@ __all__ = [
     "InProcessTransport",
     "LoadPlanner",
     "PoolMemory",
+    "PendingTokens",
     "RoutedTokens",
     "SavePlanner",
     "Statistics",

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.profiler import record_function
 
 from ...errors import UnsupportedError
 from ..environment import requested_nvtx
+
+
+def _profiles() -> bool:
+    """Whether a profiler is on: on any thread, since calls in the background are made on another one."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 def _always() -> bool:
@@ -44,4 +48,4 @@ if requested_nvtx():
     wants_ranges: Callable[[], bool] = _always
     call_range: Callable = _nvtx_range
 else:
-    wants_ranges, call_range = _profiler_enabled, record_function
+    wants_ranges, call_range = _profiles, record_function

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from ..transports.comm_requests import CommRequest
 from ..transports.select import AnyTransport
 from .ranges import call_range
 
+T = TypeVar("T")
 Run = Generator[CommRequest, Any, Any]
 """A running step, program or batch: yields requests, is sent their results, and returns the output."""
 
@@ -100,7 +102,7 @@ class ExclusiveCall:
 
     def _make_ready(self) -> None:
         transport = self.transport
-        self._refuse_within_call()
+        refuse_within_call(transport)
         while transport.pending is not None:
             transport.pending.finish()  # its exchanges come before those of this call
         if (error := transport.error) is not None:
@@ -108,13 +110,6 @@ class ExclusiveCall:
             # one part of a hierarchical transport has failed, the peers of the other part are notified here.
             fail(transport, error)
             raise error
-
-    def _refuse_within_call(self) -> None:
-        if self.transport.busy:  # as in a signal handler: the call that it interrupted goes on afterwards
-            raise TransportError(
-                f"rank {self.transport.rank}: a call within {self.transport.rendezvous.calls.current}, on the same "
-                "thread; allowed: after it has returned"
-            )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.transport.busy = False
@@ -139,4 +134,32 @@ class ResumedCall(ExclusiveCall):
     """Holds the transports while the rest of a call is carried out that was pending."""
 
     def _make_ready(self) -> None:
-        self._refuse_within_call()
+        refuse_within_call(self.transport)
+
+
+def start_in_background(transport: AnyTransport, call: Callable[[], T]) -> Future[T]:
+    """Have the background thread of the process group make `call`; return its future result.
+
+    Raises:
+        TransportError: this is within another call, on the same thread.
+        MeetingTimeoutError: another thread was in calls for longer than the timeout.
+    """
+    lock = transport.rendezvous.lock
+    if lock.acquire_now(False):  # no other thread is in a call
+        try:
+            refuse_within_call(transport)
+        finally:
+            lock.release_now()
+    return transport.rendezvous.background.start(call)
+
+
+def refuse_within_call(transport: AnyTransport) -> None:
+    """
+    Raises:
+        TransportError: this thread, which holds the lock, is in a call.
+    """
+    if transport.busy:  # as in a signal handler: the call that it interrupted goes on afterwards
+        raise TransportError(
+            f"rank {transport.rank}: a call within {transport.rendezvous.calls.current}, on the same thread; "
+            "allowed: after it has returned"
+        )

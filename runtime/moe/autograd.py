@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,26 +11,32 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import ArgumentError, UnsupportedError
 from . import ops
+from .config import DispatchConfig
 from .dispatch_record import DispatchRecord, Tokens
-from .engine import TokenEngine
+from .engine import Received, TokenEngine
 from .redispatch import RowsAgain
 from .routed import RoutedTokens
 
 
 def dispatch_tokens(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[RoutedTokens]:
     """TokenDispatcher.dispatch of all ranks in this process."""
-    config, n = engine.config, len(tokens)
-    again = config.save == "redispatch"
-    if again and torch.compiler.is_compiling():
+    if engine.config.save == "redispatch" and torch.compiler.is_compiling():
         raise UnsupportedError('save="redispatch" under torch.compile; allowed: "buffer", "copy"')
-    tokens = [Tokens(x, ids, weights.float()) for x, ids, weights in tokens]
+    return routed_tokens(engine, engine.config, [Tokens(x, ids, weights.float()) for x, ids, weights in tokens])
+
+
+def routed_tokens(
+    engine: TokenEngine, config: DispatchConfig, tokens: Sequence[Tokens], done: Sequence[Received] | None = None
+) -> list[RoutedTokens]:
+    """Dispatch tokens with float32 weights. `done`: what the ranks received, if that has been done, with `config`."""
+    n, again = len(tokens), config.save == "redispatch"
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         xs, ids, weights = zip(*tokens, strict=True)
-        *received, records = Dispatch.apply(engine, *xs, *weights, *ids)
+        *received, records = Dispatch.apply(engine, done, *xs, *weights, *ids)
         differentiable = zip(received[:n], received[n:], records, strict=True)
-        pairs = [(x, record._replace(weights=row_weights)) for x, row_weights, record in differentiable]
+        pairs: Sequence[Received] = [(x, record._replace(weights=numbers)) for x, numbers, record in differentiable]
     else:  # without the host time of autograd
-        pairs = engine._run_dispatch(tokens)
+        pairs = engine._run_dispatch(tokens) if done is None else done
     routed = []
     for transfer, item, (x, record) in zip(engine.transfers, tokens, pairs, strict=True):
         row_weights = record.weights
@@ -54,15 +60,11 @@ def combine_tokens(
     weighted: bool,
 ) -> list[torch.Tensor]:
     """TokenDispatcher.combine of all ranks in this process."""
-    config = engine.config
-    if config.batched:
-        values = [_padded(v.reshape(-1, config.hidden), config.rows) for v in values]
+    values = [_rows_of(engine, v) for v in values]
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)
-    given = [out for out in outs if out is not None]
+    given = given_outs(outs)
     if given:
-        if len(given) < len(outs):
-            raise ArgumentError(f"out: {len(given)} of {len(outs)} given; allowed: one for each rank, or None")
         with torch.no_grad():
             _combine(engine, records, values, given, weights, adds)
         return given
@@ -70,10 +72,68 @@ def combine_tokens(
         sums = engine._new_sums(records)
         engine._run_combine(records, values, sums, weights, adds)
         return sums
+    return _differentiable(engine, values, routed, weights, adds, None)
+
+
+def start_combine(
+    engine: TokenEngine,
+    values: Sequence[torch.Tensor],
+    routed: Sequence[RoutedTokens],
+    outs: Sequence[torch.Tensor | None],
+    adds: Sequence[torch.Tensor | None],
+    weighted: bool,
+) -> Callable[[], list[torch.Tensor]]:
+    """TokenDispatcher.combine_start of all ranks in this process; return a function that waits for the sums."""
+    values = [_rows_of(engine, v) for v in values]
+    weights = [r.topk_weights if weighted else None for r in routed]
+    records = tuple(r._record for r in routed)
+    given = given_outs(outs)
+    with torch.no_grad():
+        sums = given or engine._new_sums(records)
+        wait = engine._start_combine(records, values, sums, weights, adds)
+
+    def finish() -> list[torch.Tensor]:
+        wait()
+        if given or not torch.is_grad_enabled():
+            return sums
+        return _differentiable(engine, values, routed, weights, adds, sums)
+
+    return finish
+
+
+def _differentiable(
+    engine: TokenEngine,
+    values: Sequence[torch.Tensor],
+    routed: Sequence[RoutedTokens],
+    weights: Sequence[torch.Tensor | None],
+    adds: Sequence[torch.Tensor | None],
+    done: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor]:
+    """Return the sums with gradients. `done`: the sums, if they have been written."""
+    records = tuple(r._record for r in routed)
     tokens = [r._tokens for r in routed if r._tokens is not None]
     again = [r._again for r in routed if r._again is not None]
     row_weights = [record.weights for record in records]
-    return list(Combine.apply(engine, weighted, again, records, *values, *weights, *adds, *row_weights, *tokens))
+    weighted = weights[0] is not None
+    return list(Combine.apply(engine, weighted, again, records, done, *values, *weights, *adds, *row_weights, *tokens))
+
+
+def given_outs(outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return the outputs that callers gave: one for each rank, or none.
+
+    Raises:
+        ArgumentError: only some ranks have one.
+    """
+    given = [out for out in outs if out is not None]
+    if given and len(given) < len(outs):
+        raise ArgumentError(f"out: {len(given)} of {len(outs)} given; allowed: one for each rank, or None")
+    return given
+
+
+def _rows_of(engine: TokenEngine, values: torch.Tensor) -> torch.Tensor:
+    """Return the values of a rank's experts as [rows, H]."""
+    config = engine.config
+    return _padded(values.reshape(-1, config.hidden), config.rows) if config.batched else values
 
 
 def _padded(values: torch.Tensor, rows: int) -> torch.Tensor:
@@ -112,30 +172,44 @@ def _restored(
     return records
 
 
-class Dispatch(torch.autograd.Function):
-    """(engine, *xs, *weights, *ids) to (*rows, *row_weights, records).
+def _engine_of(ctx: Any) -> TokenEngine:
+    """
+    Raises:
+        UnsupportedError: the active ranks have changed since forward, so that peers of the exchange would be others.
+    """
+    engine: TokenEngine = ctx.engine
+    if engine.config.active_ranks != ctx.active_ranks:
+        raise UnsupportedError("backward after set_active_ranks; allowed: before it, or of a dispatch since")
+    return engine
 
-    Rows and their weights are differentiable. Backward keeps the records without weights, and nothing of [rows, H].
+
+class Dispatch(torch.autograd.Function):
+    """(engine, done, *xs, *weights, *ids) to (*rows, *row_weights, records).
+
+    `done` is what the ranks have received already, or None. Rows and their weights are differentiable. Backward keeps
+    the records without weights, and nothing of [rows, H].
     """
 
     @staticmethod
-    def forward(ctx: Any, engine: TokenEngine, *given: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, engine: TokenEngine, done: Sequence[Received] | None, *given: torch.Tensor
+    ) -> tuple[Any, ...]:
         n = len(engine.transfers)
         tokens = [Tokens(x, i, w) for x, w, i in zip(given[:n], given[n : 2 * n], given[2 * n :], strict=True)]
         if torch.compiler.is_compiling():
-            received = ops.dispatch(engine, tokens)
+            received: Sequence[Received] = ops.dispatch(engine, tokens)
         else:
-            received = engine._run_dispatch(tokens)
+            received = engine._run_dispatch(tokens) if done is None else done
             ctx.set_materialize_grads(False)
         records = tuple(record for _, record in received)
         ctx.save_for_backward(*_saved(ctx, records))
-        ctx.engine = engine
+        ctx.engine, ctx.active_ranks = engine, engine.config.active_ranks
         return (*[rows for rows, _ in received], *[record.weights for record in records], records)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        engine: TokenEngine = ctx.engine
+        engine = _engine_of(ctx)
         config, n, records = engine.config, len(engine.transfers), _restored(ctx, ctx.saved_tensors)
         shape, device = (config.rows, config.hidden), records[0].matrix.device
         rows, row_weights = (
@@ -150,17 +224,18 @@ class Dispatch(torch.autograd.Function):
             weights = ops.dispatch_backward(engine, records, rows, row_weights, sums)
         else:
             weights = engine._run_dispatch_backward(records, rows, row_weights, sums)
-        return (None, *sums, *weights, *[None] * n)
+        return (None, None, *sums, *weights, *[None] * n)
 
 
 class Combine(torch.autograd.Function):
-    """(engine, weighted, again, records, *values, *weights, *adds, *row_weights, *tokens) to each rank's sums.
+    """(engine, weighted, again, records, done, *values, *weights, *adds, *row_weights, *tokens) to each rank's sums.
 
-    `row_weights` are the weights that Dispatch returned. They get no gradient, but tie the two functions: on a rank
-    whose experts return nothing that depends on the received rows, since it has none, say, the backward of Dispatch
-    runs nevertheless, as its peers need. Backward keeps the values if weighted, for the gradients of weights, the row
-    weights and the records. Adds may be None. `again` is empty, or has for each rank the rows that its experts'
-    backward needs: then backward keeps `tokens` and dispatches them again.
+    `done` are the sums, if they have been written, or None. `row_weights` are the weights that Dispatch returned. They
+    get no gradient, but tie the two functions: on a rank whose experts return nothing that depends on the received
+    rows, since it has none, say, the backward of Dispatch runs nevertheless, as its peers need. Backward keeps the
+    values if weighted, for the gradients of weights, the row weights and the records. Adds may be None. `again` is
+    empty, or has for each rank the rows that its experts' backward needs: then backward keeps `tokens` and dispatches
+    them again.
     """
 
     @staticmethod
@@ -170,21 +245,24 @@ class Combine(torch.autograd.Function):
         weighted: bool,
         again: Sequence[RowsAgain],
         records: Sequence[DispatchRecord],
+        done: Sequence[torch.Tensor] | None,
         *given: Any,
     ) -> tuple[torch.Tensor, ...]:
         n = len(engine.transfers)
         values, weights, adds, row_weights = [list(given[i * n : i * n + n]) for i in range(4)]
-        sums = _new_sums(engine, records)
-        _combine(engine, records, values, sums, weights, adds)
+        sums = _new_sums(engine, records) if done is None else done
+        if done is None:
+            _combine(engine, records, values, sums, weights, adds)
         ctx.save_for_backward(*given[4 * n :], *(values if weighted else []), *row_weights, *_saved(ctx, records))
         ctx.engine, ctx.weighted, ctx.added = engine, weighted, [a is not None for a in adds]
+        ctx.active_ranks = engine.config.active_ranks
         ctx.number, ctx.again = len(given), [weakref.ref(a) for a in again]
         return tuple(sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        engine: TokenEngine = ctx.engine
+        engine = _engine_of(ctx)
         n, saved = len(engine.transfers), list(ctx.saved_tensors)
         tokens, saved = saved[: len(ctx.again)], saved[len(ctx.again) :]
         values, saved = (saved[:n], saved[n:]) if ctx.weighted else ([], saved)
@@ -202,4 +280,4 @@ class Combine(torch.autograd.Function):
             of_values, of_weights = engine._run_combine_backward(records, gradients, values)
         added = [g if was else None for g, was in zip(gradients, ctx.added, strict=True)]
         weights = of_weights if ctx.weighted else [None] * n
-        return (None, None, None, None, *of_values, *weights, *added, *[None] * (ctx.number - 3 * n))
+        return (None, None, None, None, None, *of_values, *weights, *added, *[None] * (ctx.number - 3 * n))

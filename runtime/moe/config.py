@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property, wraps
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import numpy as np
@@ -49,6 +50,8 @@ class DispatchConfig:
     nodes: Sequence[Hashable] | None = None
     """The node of each rank, numbered from 0 in order of their first ranks; None: all share one. It decides the order
     of sums."""
+    active_ranks: Sequence[int] | None = None
+    """Ascending; None: all. Other ranks take no part, and no tokens are sent to their experts."""
     _: KW_ONLY
     num_experts: int
     top_k: int
@@ -108,7 +111,10 @@ class DispatchConfig:
             if not (value is None or isinstance(value, bool)):
                 raise ArgumentError(f"{name}: {value!r}; allowed: True, False, None")
         self._set_nodes()
-        bounds, physical_expert_of, expert_of = _place_experts(self.ranks, self.num_experts, self.expert_map)
+        self._set_active_ranks()
+        bounds, physical_expert_of, expert_of = _place_experts(
+            self.ranks, self.num_experts, self.expert_map, self.active_ranks
+        )
         self._set(bounds=bounds, physical_expert_of=physical_expert_of, expert_of=expert_of)
         if self.expert_map is not None:
             self._set(expert_map=tuple(tuple(map(int, experts)) for experts in self.expert_map))
@@ -139,6 +145,17 @@ class DispatchConfig:
         if len(self.nodes) != self.ranks:
             raise ArgumentError(f"nodes: of {len(self.nodes)} ranks; allowed: one for each of {self.ranks}")
         self._set(nodes=numbered(self.nodes))
+
+    def _set_active_ranks(self) -> None:
+        active = self.active_ranks
+        if active is None:
+            return
+        if not isinstance(active, Sequence) or not active:
+            raise ArgumentError(f"active_ranks: {shown(active)}; allowed: at least one rank, or None for all")
+        numbers = sorted({whole_number("active_ranks", rank, 0, self.ranks - 1) for rank in active})
+        if len(numbers) < len(active):
+            raise ArgumentError(f"active_ranks: {shown(active)}; allowed: each rank once")
+        self._set(active_ranks=tuple(numbers) if len(numbers) < self.ranks else None)
 
     def _set_rows(self) -> None:
         """Set `rows`, `expert_capacity` and `zero_rows`."""
@@ -203,6 +220,34 @@ class DispatchConfig:
     def chunk_rows(self) -> int | None:
         """Rows of a chunk with splits="fixed", else None."""
         return None if self.chunk_capacity is None else int(self.chunk_capacity)
+
+    def is_active(self, rank: int) -> bool:
+        return self.active_ranks is None or rank in self.active_ranks
+
+    @cached_property
+    def masked_experts(self) -> tuple[int, ...]:
+        """The physical experts of ranks that are not active."""
+        return tuple(
+            expert
+            for rank, (low, high) in enumerate(pairwise(self.bounds))
+            if not self.is_active(rank)
+            for expert in range(low, high)
+        )
+
+    def active_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return, on a device, uploaded once: which ranks are active, bool [W, 1]; and which columns of their counts
+        are not of `masked_experts`, bool [S + 1]."""
+        if device not in self._active:
+            active = np.array([[self.is_active(rank)] for rank in range(self.ranks)])
+            kept = np.ones(self.bounds[-1] + 1, bool)
+            kept[list(self.masked_experts)] = False
+            with torch.inference_mode(False):
+                self._active[device] = uploaded(active, device), uploaded(kept, device)
+        return self._active[device]
+
+    @cached_property
+    def _active(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
 
     def experts_on(self, device: torch.device) -> torch.Tensor | None:
         """Return `expert_of` as int64 [S] on a device, uploaded once; None if it is empty."""
@@ -269,7 +314,7 @@ def _capacity_rows(name: str, capacity: int | float, share: float) -> int:
 
 
 def _place_experts(
-    ranks: int, num_experts: int, expert_map: Sequence[Sequence[int]] | None
+    ranks: int, num_experts: int, expert_map: Sequence[Sequence[int]] | None, active_ranks: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return `bounds`, `physical_expert_of` and `expert_of` of DispatchConfig.
 
@@ -297,6 +342,9 @@ def _place_experts(
     bounds = [0]
     for experts in expert_map:
         bounds.append(bounds[-1] + len(experts))
+    if active_ranks is not None:
+        active = set(active_ranks)
+        replicas = [[p for p in physical if placed[p][0] in active] or physical for physical in replicas]
     table = []
     for rank in range(ranks):
         own = {expert: physical for physical, (r, expert) in reversed(list(enumerate(placed))) if r == rank}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,19 +18,22 @@ from ...kernels import on_device
 from .. import flight_recorder
 from ..executor.call import binding, refuse, refuse_among
 from ..executor.ranges import wants_ranges
-from ..executor.run import ExclusiveCall, run_profiled, run_to_end
+from ..executor.run import ExclusiveCall, run_profiled, run_to_end, start_in_background
 from ..statistics import stats
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.in_process import InProcessTransport, run_all
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport, current_transports, why_not_backend
-from ..transports.streams import order_on
+from ..transports.streams import SideStream, order_on
+from .active_ranks import ActiveRanks, check_active
 from .autograd import combine_tokens, dispatch_tokens
 from .config import DispatchConfig, takes_settings
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
+from .pending import PendingTokens
+from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
-from .transfer.base import OPERATIONS, Steps, TokenTransfer
+from .transfer.base import BACKGROUND, COMBINE, DISPATCH, OPERATIONS, Steps, TokenTransfer
 from .transfer.fixed import with_splits
 from .transfer.levels import two_sided_transfer, with_levels
 from .transfer.push import PushTransfer
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .config import DispatchSettings
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -165,12 +171,14 @@ class TokenDispatcher(TokenEngine):
             f"{config.top_k}, hidden {config.hidden}, at most {config.max_tokens} tokens, {config.dtype}"
         )
         self._descriptions = {operation: f"{text} of {description}" for operation, text in OPERATIONS.items()}
+        self._descriptions |= {o + BACKGROUND: f"{OPERATIONS[o]}_start of {description}" for o in (DISPATCH, COMBINE)}
         text = f"token dispatch, {config.num_experts} experts, hidden {config.hidden}"
         self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
         kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else two_sided_transfer(config)
         if self._transport.one_sided and self._transport.windows is not None:
             kind = WindowTransfer
         self._order = order_on(device)
+        self._side = SideStream(device) if device.type == "cuda" else None
         arguments = config, self._transport, ranks, ranks.index(rank), device, config.fingerprint(number)
         with torch.inference_mode(False), on_device(device):  # its buffers are written for as long as it lives
             if isinstance(self._transport, InProcessTransport):
@@ -184,6 +192,7 @@ class TokenDispatcher(TokenEngine):
                         self._transport.use_groups([group])  # not the default group, whose ranks would all connect
                     transfer = kind(*arguments)
             super().__init__(config, [transfer], name, why)
+            self._active = ActiveRanks(transfer)
             _logger.debug("made %s: %s, %s", description, name, transfer.algorithm)
             if self._order is not None:
                 self._order.join()  # calls on other streams read the uploaded tables
@@ -225,13 +234,35 @@ class TokenDispatcher(TokenEngine):
                 self._order.join(self)
             self._calls[transport.name] += 1
             self._kind.calls += 1
-            fingerprint = self.transfers[0].fingerprint + operation
-            transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[operation])
+            # Calls in one phase may exchange otherwise.
+            call = operation if self.transfers[0].collectives else operation + BACKGROUND
+            fingerprint = self.transfers[0].fingerprint + call
+            transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[call])
             if flight_recorder.current is not None:
                 flight_recorder.current.describe(transport.name, self.transfers[0].device)
             if wants_ranges():
                 return [run_profiled(run, transport.answer, f"shardweave::{OPERATIONS[operation]}")]
             return [run_to_end(run, transport.answer)]
+
+    def start(
+        self, operation: int, runs: Sequence[Steps[Any]], given: Iterable[torch.Tensor]
+    ) -> Callable[[], list[Any]]:
+        transport = self._transport
+        if isinstance(transport, InProcessTransport):
+            return super().start(operation, runs, given)
+        if self._side is not None:
+            return self._side.start(given, partial(self.run, operation, runs))
+        inference, (transfer,) = torch.is_inference_mode_enabled(), self.transfers
+
+        def call() -> list[Any]:
+            transfer.collectives = False
+            try:
+                with torch.inference_mode(inference), torch.no_grad():  # a thread has modes of its own
+                    return self.run(operation, runs)
+            finally:
+                transfer.collectives = True
+
+        return start_in_background(transport, call).result
 
     def dispatch(
         self,
@@ -251,10 +282,43 @@ class TokenDispatcher(TokenEngine):
             CapacityError: with overflow="raise", an earlier dispatch dropped rows or had bad ids.
             TransportError: a peer died, timed out, or made another call.
         """
-        tokens = Tokens(x, topk_ids, topk_weights)
-        with self._reporting():
-            check_dispatch(self.config, self.transfers[0].device, tokens)
-        return dispatch_tokens(self, [tokens])[0]
+        return dispatch_tokens(self, [self._checked_tokens(x, topk_ids, topk_weights)])[0]
+
+    def dispatch_start(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> PendingTokens[RoutedTokens]:
+        """Start a dispatch; `finish()` of the result waits for it and returns what `dispatch` does, to the bit.
+
+        Rows travel while the caller computes: shared experts, or another microbatch. On CPUs a thread carries out
+        started calls, on GPUs a stream, in the order in which they were started. Neither waits for peers here, except
+        for the counts of a dispatch with `splits="host"` on GPUs.
+
+            pending = dispatcher.dispatch_start(x, topk_ids, topk_weights)
+            shared = shared_experts(x)
+            routed = pending.finish()
+            pending = dispatcher.combine_start(experts(routed), routed)
+            # Compute something else.
+            y = shared + pending.finish()
+
+        Any number may be in flight, also of several dispatchers; all use the same buffers, one after another. Every
+        rank starts and makes the same calls in the same order, and finishes those of a dispatcher in the order of their
+        start. Other calls of shardweave wait for those in flight. Arguments must not be written until `finish` has
+        returned.
+
+        Differentiable; backward is in one phase, as that of `dispatch`. Graphs of torch.compile do not have it.
+
+        Args:
+            x, topk_ids, topk_weights: as for `dispatch`.
+
+        Raises:
+            ArgumentError, CapacityError: as for `dispatch`. Failures of peers are raised by `finish`.
+            UnsupportedError: in a graph of torch.compile.
+        """
+        tokens = self._checked_tokens(x, topk_ids, topk_weights)
+        return start_dispatch(self, [tokens], _only)
 
     def combine(
         self,
@@ -286,11 +350,32 @@ class TokenDispatcher(TokenEngine):
         Raises:
             ArgumentError, TransportError: as for `dispatch`.
         """
-        with self._reporting():
-            transfer = self.transfers[0]
-            source = self.handle, transfer.me
-            check_combine(self.config, transfer.device, source, expert_output, routed, out, add)
+        self._check_combine(expert_output, routed, out, add)
         return combine_tokens(self, [expert_output], [routed], [out], [add], weighted)[0]
+
+    def combine_start(
+        self,
+        expert_output: torch.Tensor,
+        routed: RoutedTokens,
+        *,
+        out: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+        weighted: bool = True,
+    ) -> PendingTokens[torch.Tensor]:
+        """Start a combine; `finish()` of the result waits for it and returns what `combine` does, to the bit.
+
+        Otherwise as `dispatch_start`. Neither `expert_output`, `add` nor `out` may be written until `finish` has
+        returned.
+
+        Args:
+            expert_output, routed, out, add, weighted: as for `combine`.
+
+        Raises:
+            ArgumentError: as for `combine`. Failures of peers are raised by `finish`.
+            UnsupportedError: in a graph of torch.compile.
+        """
+        self._check_combine(expert_output, routed, out, add)
+        return start_combines(self, [expert_output], [routed], [out], [add], weighted, _only)
 
     def check(self) -> None:
         """Wait for the dispatches so far.
@@ -303,8 +388,59 @@ class TokenDispatcher(TokenEngine):
         if not isinstance(self._transport, InProcessTransport) and self._transport.error is not None:
             raise self._transport.error
 
+    def set_active_ranks(self, ranks: Sequence[int] | None) -> None:
+        """Mask ranks out of the calls from now on, or take them back, without communicating or new buffers.
+
+        A rank that is masked out need not call anything, may have stalled, and on CPUs may have ended. No tokens are
+        sent to its experts: pairs of those with replicas on active ranks go to these, as `expert_map` distributes them
+        among the active ones; the others are dropped, and counted by `routed.masked`. `routed.dropped`, `num_rows` and
+        capacities refer to the remaining pairs, and `load()` to all pairs of active ranks.
+
+        All active ranks call it between the same calls. It waits for the calls in flight. A rank is taken back by a
+        list that has it, or None; it has made no call of this dispatcher meanwhile, and if it has called this method as
+        well, it does so again. `routed` of a dispatch before cannot be combined, nor be differentiated.
+
+        - "process_group", "shared_memory", "hierarchical": only the active ranks meet. A rank that ends or stalls
+          within a call fails that call, which invalidates the transport for good: mask it out before. The rank that
+          hosts the process group's store has to be running, unless active ranks have made a call together before.
+        - "hierarchical" on two levels: on one level while ranks are masked out.
+        - "symmetric_memory": not supported, because all ranks of the group synchronise on the device.
+
+        Args:
+            ranks: numbered within the group, 0 to W - 1, as in `expert_map`; None: all.
+
+        Raises:
+            ArgumentError: no rank, or one that does not exist or is given twice; peers are told.
+            UnsupportedError: the transport does not allow it.
+        """
+        with self._reporting():
+            config, transfer = self._active.choose(self.config, ranks)
+        with nullcontext() if isinstance(self._transport, InProcessTransport) else binding():  # no call is in flight
+            self.transfers = [transfer]
+            self.use_config(config)
+            self._participants = tuple(sorted(r for i, r in enumerate(self._ranks) if config.is_active(i)))
+
+    def _checked_tokens(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Tokens:
+        tokens = Tokens(x, ids, weights)
+        check_active(self.config, self.transfers[0].me)
+        with self._reporting():
+            check_dispatch(self.config, self.transfers[0].device, tokens)
+        return tokens
+
+    def _check_combine(
+        self, values: torch.Tensor, routed: RoutedTokens, out: torch.Tensor | None, add: torch.Tensor | None
+    ) -> None:
+        check_active(self.config, self.transfers[0].me)
+        with self._reporting():
+            transfer = self.transfers[0]
+            check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add)
+
     def _reporting(self) -> _Reporting:
         return _Reporting(self._transport, self._participants)
+
+
+def _only(of_ranks: list[T]) -> T:
+    return of_ranks[0]
 
 
 class _Reporting:

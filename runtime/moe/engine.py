@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..transports.base import Transport
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord, Tokens
 from .overflow import LATEST, Overflow
+from .pending import StartedCalls
 from .report import explain
 from .transfer.base import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, Steps, TokenTransfer
 from .transfer.fixed import alternatives
@@ -35,6 +36,7 @@ class TokenEngine:
     Attributes:
         handle: the number by which operators find this object.
         state: a tensor that operators declare as mutated, common to all dispatchers of a transport.
+        started: the dispatches and combines that have started and may not be finished.
     """
 
     def __init__(self, config: DispatchConfig, transfers: Sequence[TokenTransfer], name: str, why: str = "") -> None:
@@ -45,6 +47,7 @@ class TokenEngine:
             f"capacity: {config.rows} rows per rank, expert_capacity: {config.expert_capacity}, "
             f"chunk_capacity: {config.chunk_capacity}",
         )  # fmt: skip
+        self.started = StartedCalls()
         self.handle = next(_handles)
         _engines[self.handle] = self
         self.state = _state_of(transport, device)
@@ -58,6 +61,14 @@ class TokenEngine:
         """Carry out one run of each rank, of one of `transfer.OPERATIONS`; return their results."""
         raise NotImplementedError
 
+    def start(
+        self, operation: int, runs: Sequence[Steps[Any]], given: Iterable[torch.Tensor]
+    ) -> Callable[[], list[Any]]:
+        """Start one run of each rank, which use the tensors `given`; return a function that waits for their results.
+        Virtual ranks run at once, since they have nobody to wait for."""
+        results = self.run(operation, runs)
+        return lambda: results
+
     def check(self) -> None:
         """Wait for the dispatches so far.
 
@@ -65,11 +76,12 @@ class TokenEngine:
             CapacityError: with overflow="raise", one of them dropped rows or had bad ids. Each is raised once.
         """
         with on_device(self.transfers[0].device):
+            self.started.note(self._overflow)
             self._overflow.check(0)
 
     def use_config(self, config: DispatchConfig) -> None:
-        """Use another config from now on, which differs in the experts of physical experts only. Dispatches so far keep
-        theirs."""
+        """Use another config from now on, which differs in the experts of physical experts or the active ranks only.
+        Dispatches so far keep theirs."""
         with torch.inference_mode(False), on_device(self.transfers[0].device):
             for transfer in self.transfers:
                 transfer.use_config(config)
@@ -95,17 +107,45 @@ class TokenEngine:
             known: the records of an earlier dispatch of the same ids, whose overflow has been noted.
         """
         with on_device(self.transfers[0].device):
-            self._overflow.check(LATEST)
-            if outs is None and self.config.save == "copy":
-                outs = self._new_received(tokens)
-            copies: Sequence[Any] = [None] * len(tokens) if outs is None else outs
-            records: Sequence[Any] = [None] * len(tokens) if known is None else known
-            items = zip(self.transfers, tokens, copies, records, strict=True)
-            runs = [t.dispatch(Tokens(_rows(x), ids, w), out, record) for t, (x, ids, w), out, record in items]
-            received: list[Received] = self.run(DISPATCH, runs)
+            received: list[Received] = self.run(DISPATCH, self._dispatches(tokens, outs, known))
+            self.started.note(self._overflow)  # they were before this one
             if known is None:
                 self._overflow.add(received[0][1].groups.overflow)
             return received
+
+    def _start_dispatch(self, tokens: Sequence[Tokens]) -> Callable[[], list[Received]]:
+        """Start to send tokens to their destinations; return a function that waits for what the ranks receive."""
+        with on_device(self.transfers[0].device):
+            outs = self._new_received(tokens) if self.config.save == "copy" else None
+            given = [x for items in (tokens, outs or ()) for item in items for x in item]
+            wait = self.start(DISPATCH, self._dispatches(tokens, outs, None), given)
+
+        def overflow() -> torch.Tensor:
+            received: list[Received] = wait()
+            return received[0][1].groups.overflow
+
+        def finish() -> list[Received]:
+            received: list[Received] = wait()
+            self.started.note(self._overflow, overflow)
+            return received
+
+        if self.config.overflow == "raise":
+            self.started.add_overflow(overflow)
+        return finish
+
+    def _dispatches(
+        self,
+        tokens: Sequence[Tokens],
+        outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
+        known: Sequence[DispatchRecord] | None,
+    ) -> list[Steps[Received]]:
+        self._overflow.check(LATEST)
+        if outs is None and self.config.save == "copy":
+            outs = self._new_received(tokens)
+        copies: Sequence[Any] = [None] * len(tokens) if outs is None else outs
+        records: Sequence[Any] = [None] * len(tokens) if known is None else known
+        items = zip(self.transfers, tokens, copies, records, strict=True)
+        return [t.dispatch(Tokens(_rows(x), ids, w), out, record) for t, (x, ids, w), out, record in items]
 
     def _run_combine(
         self,
@@ -116,10 +156,33 @@ class TokenEngine:
         adds: Sequence[torch.Tensor | None],
     ) -> None:
         """Write each token's sum to `outs`, [T, H]; without weights, the sum of its rows as they are."""
-        items = zip(self.transfers, records, values, outs, weights, adds, strict=True)
-        runs = [t.combine(r, v, out, w, None if add is None else _rows(add)) for t, r, v, out, w, add in items]
         with on_device(self.transfers[0].device):
-            self.run(COMBINE, runs)
+            self.run(COMBINE, self._combines(records, values, outs, weights, adds))
+
+    def _start_combine(
+        self,
+        records: Sequence[DispatchRecord],
+        values: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor | None],
+        adds: Sequence[torch.Tensor | None],
+    ) -> Callable[[], object]:
+        """Start to write each token's sum to `outs`; return a function that waits until they are written."""
+        with on_device(self.transfers[0].device):
+            given = [x for record in records for x in record.tensors() if x.device == self.transfers[0].device]
+            given += [x for x in (*values, *outs, *weights, *adds) if x is not None]
+            return self.start(COMBINE, self._combines(records, values, outs, weights, adds), given)
+
+    def _combines(
+        self,
+        records: Sequence[DispatchRecord],
+        values: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor | None],
+        adds: Sequence[torch.Tensor | None],
+    ) -> list[Steps[Any]]:
+        items = zip(self.transfers, records, values, outs, weights, adds, strict=True)
+        return [t.combine(r, v, out, w, None if add is None else _rows(add)) for t, r, v, out, w, add in items]
 
     def _run_dispatch_backward(
         self,

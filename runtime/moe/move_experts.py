@@ -23,6 +23,7 @@ from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.in_process import InProcessTransport
 from ..transports.process_group import ProcessGroupTransport
+from .active_ranks import check_all_active
 from .config import DispatchConfig
 from .dispatcher import TokenDispatcher
 
@@ -53,6 +54,7 @@ def move_experts(
     with dispatcher_reporting(dispatcher):
         rows = _rows_of(dispatcher, tensors)
         old = dispatcher.config
+        check_all_active(old, "move_experts")
         if not isinstance(expert_map, Sequence) or not all(isinstance(x, Sequence) for x in expert_map):
             raise ArgumentError(f"expert_map: {shown(expert_map)}; allowed: the experts of each rank")
         new = replace(old, expert_map=expert_map)
@@ -82,6 +84,7 @@ def sum_replicas(dispatcher: TokenDispatcher, tensors: Sequence[torch.Tensor]) -
     """
     with dispatcher_reporting(dispatcher):
         rows = _rows_of(dispatcher, tensors)
+        check_all_active(dispatcher.config, "sum_replicas")
     held = _held(dispatcher.config)
     ranks, me = dispatcher._ranks, dispatcher.transfers[0].me
     number = Counter(e for of in held for e in set(of))

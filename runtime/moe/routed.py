@@ -19,7 +19,7 @@ from .redispatch import RowsAgain, unpack
 
 @dataclass(frozen=True)
 class TokenLoad:
-    """The number of (token, k) pairs of all ranks by expert and rank; equal on all ranks. Dropped pairs count.
+    """The number of (token, k) pairs of all active ranks by expert and rank; equal on all of them. Dropped pairs count.
 
     Attributes:
         per_physical_expert: int64 [S], pairs of each physical expert: an expert, or one of its replicas.
@@ -142,6 +142,16 @@ class RoutedTokens:
     def bad_ids(self) -> torch.Tensor:
         """int64 [], ids of all ranks together outside -1 to E - 1; equal on all ranks."""
         return self._record.groups.overflow[1]
+
+    @property
+    def masked(self) -> torch.Tensor:
+        """int64 [], (token, k) pairs of all active ranks together that were dropped because only ranks that are not
+        active have their expert (`TokenDispatcher.set_active_ranks`); equal on all active ranks."""
+        matrix = self._record.matrix
+        if self._config.active_ranks is None:
+            return matrix.new_zeros((), dtype=torch.int64)
+        _, kept = self._config.active_on(matrix.device)
+        return torch.where(kept, 0, matrix).long().sum()
 
     def load(self) -> TokenLoad:
         """Return the distribution of this dispatch's pairs. Neither communicates nor synchronises."""

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ...errors import ArgumentError, shown
+from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from ..transports.in_process import InProcessTransport, run_all
 from .autograd import combine_tokens, dispatch_tokens
 from .config import DispatchConfig, takes_settings
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
+from .pending import PendingTokens
+from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
 from .transfer.base import Steps, TokenTransfer
 from .transfer.levels import two_sided_transfer
 from .transfer.push import PushTransfer
 from .validate import check_combine, check_dispatch
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,8 +34,8 @@ if TYPE_CHECKING:
 class VirtualTokenDispatcher(TokenEngine):
     """All ranks of a TokenDispatcher in this process, on one device: for tests, and for kernels of W ranks on one GPU.
 
-    Methods take and return lists with one item for each of `size` ranks. Otherwise they are TokenDispatcher's, with
-    bitwise equal results.
+    Methods take and return lists with one item for each of `size` ranks, or of the active ones. Otherwise they are
+    TokenDispatcher's, with bitwise equal results.
 
     Args:
         size: W, the number of ranks, at least 1.
@@ -64,10 +69,25 @@ class VirtualTokenDispatcher(TokenEngine):
         with on_device(device):
             transfers = [kind(config, transport, ranks, r, device, config.fingerprint(0)) for r in ranks]
             super().__init__(config, transfers, "in process")
+        self._all_ranks = self.transfers
 
     def run(self, operation: int, runs: Sequence[Steps[Any]]) -> list[Any]:
-        results = run_all(dict(enumerate(runs)))
-        return [results[rank] for rank in range(len(runs))]
+        results = run_all({transfer.me: run for transfer, run in zip(self.transfers, runs, strict=True)})
+        return [results[transfer.me] for transfer in self.transfers]
+
+    def set_active_ranks(self, ranks: Sequence[int] | None) -> None:
+        """TokenDispatcher.set_active_ranks on all ranks. Lists have one item for each active rank from then on.
+
+        Raises:
+            ArgumentError: no rank, or one that does not exist or is given twice.
+            UnsupportedError: two_level=True.
+        """
+        if self._all_ranks[0].two_level:
+            raise UnsupportedError("active ranks with two_level=True; allowed: False")
+        config = replace(self.config, active_ranks=ranks)
+        self.transfers = self._all_ranks
+        self.use_config(config)
+        self.transfers = [t for t in self._all_ranks if config.is_active(t.me)]
 
     def dispatch(
         self,
@@ -84,11 +104,21 @@ class VirtualTokenDispatcher(TokenEngine):
             ArgumentError: lists of another length than the number of ranks; unsupported shape or dtype, with its rank.
             CapacityError: as for TokenDispatcher.
         """
-        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
-        tokens = [Tokens(*item) for item in zip(xs, topk_ids, topk_weights, strict=True)]
-        for rank, item in enumerate(tokens):
-            check_dispatch(self.config, self.transfers[rank].device, item, f"[{rank}]")
-        return dispatch_tokens(self, tokens)
+        return dispatch_tokens(self, self._checked_tokens(xs, topk_ids, topk_weights))
+
+    def dispatch_start(
+        self,
+        xs: Sequence[torch.Tensor],
+        topk_ids: Sequence[torch.Tensor],
+        topk_weights: Sequence[torch.Tensor],
+    ) -> PendingTokens[list[RoutedTokens]]:
+        """TokenDispatcher.dispatch_start on all ranks, which run at once.
+
+        Raises:
+            ArgumentError, CapacityError: as for `dispatch`.
+            UnsupportedError: in a graph of torch.compile.
+        """
+        return start_dispatch(self, self._checked_tokens(xs, topk_ids, topk_weights), _all)
 
     def combine(
         self,
@@ -104,15 +134,57 @@ class VirtualTokenDispatcher(TokenEngine):
         Raises:
             ArgumentError: lists of another length than the number of ranks; unsupported shape or dtype, with its rank.
         """
-        outs: Sequence[Any] = [None] * self.config.ranks if out is None else out
-        adds: Sequence[Any] = [None] * self.config.ranks if add is None else add
-        self._check_lists(expert_output=expert_outputs, routed=routed, out=outs, add=adds)
-        for rank, (values, r, o, a) in enumerate(zip(expert_outputs, routed, outs, adds, strict=True)):
-            source = self.handle, rank
-            check_combine(self.config, self.transfers[rank].device, source, values, r, o, a, f"[{rank}]")
+        outs, adds = self._checked_outputs(expert_outputs, routed, out, add)
         return combine_tokens(self, expert_outputs, routed, outs, adds, weighted)
+
+    def combine_start(
+        self,
+        expert_outputs: Sequence[torch.Tensor],
+        routed: Sequence[RoutedTokens],
+        *,
+        out: Sequence[torch.Tensor] | None = None,
+        add: Sequence[torch.Tensor] | None = None,
+        weighted: bool = True,
+    ) -> PendingTokens[list[torch.Tensor]]:
+        """TokenDispatcher.combine_start on all ranks, which run at once.
+
+        Raises:
+            ArgumentError: as for `combine`.
+            UnsupportedError: in a graph of torch.compile.
+        """
+        outs, adds = self._checked_outputs(expert_outputs, routed, out, add)
+        return start_combines(self, expert_outputs, routed, outs, adds, weighted, _all)
+
+    def _checked_tokens(
+        self, xs: Sequence[torch.Tensor], topk_ids: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor]
+    ) -> list[Tokens]:
+        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
+        tokens = [Tokens(*item) for item in zip(xs, topk_ids, topk_weights, strict=True)]
+        for i, (transfer, item) in enumerate(zip(self.transfers, tokens, strict=True)):
+            check_dispatch(self.config, transfer.device, item, f"[{i}]")
+        return tokens
+
+    def _checked_outputs(
+        self,
+        values: Sequence[torch.Tensor],
+        routed: Sequence[RoutedTokens],
+        out: Sequence[torch.Tensor] | None,
+        add: Sequence[torch.Tensor] | None,
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the outputs and what is added, None for each rank without."""
+        outs: Sequence[Any] = [None] * len(self.transfers) if out is None else out
+        adds: Sequence[Any] = [None] * len(self.transfers) if add is None else add
+        self._check_lists(expert_output=values, routed=routed, out=outs, add=adds)
+        for i, (t, v, r, o, a) in enumerate(zip(self.transfers, values, routed, outs, adds, strict=True)):
+            check_combine(self.config, t.device, (self.handle, t.me), v, r, o, a, f"[{i}]")
+        return outs, adds
 
     def _check_lists(self, **lists: Sequence[Any]) -> None:
         for name, given in lists.items():
-            if len(given) != self.config.ranks:
-                raise ArgumentError(f"{name}: {len(given)} of them; allowed: one for each of {self.config.ranks} ranks")
+            ranks = len(self.transfers)
+            if len(given) != ranks:
+                raise ArgumentError(f"{name}: {len(given)} of them; allowed: one for each of {ranks} ranks")
+
+
+def _all(of_ranks: list[T]) -> list[T]:
+    return of_ranks

@@ -65,6 +65,11 @@ def check_combine(
         raise ArgumentError(f"routed{at}: allowed: a result of this dispatcher's dispatch")
     if routed._source[1] != source[1]:
         raise ArgumentError(f"routed{at}: of rank {routed._source[1]}; allowed: of rank {source[1]}")
+    if routed._config.active_ranks != config.active_ranks:
+        raise ArgumentError(
+            f"routed{at}: of a dispatch with the active ranks {ranks_text(routed._config)}; allowed: of one since "
+            f"set_active_ranks, with {ranks_text(config)}"
+        )
     _check_tensors(at, expert_output=values)
     _check_device(f"expert_output{at}", values, device)
     if values.shape != routed.x.shape or values.dtype is not config.dtype:
@@ -98,6 +103,11 @@ def check_combine(
     )
     if out is not None and torch.is_grad_enabled() and (needing or out.requires_grad):
         raise ArgumentError(f"out{at}: gradients are recorded; allowed: None, or a tensor under torch.no_grad()")
+
+
+def ranks_text(config: DispatchConfig) -> str:
+    """Return the active ranks as text."""
+    return "all" if config.active_ranks is None else str(list(config.active_ranks))
 
 
 def check_writable(name: str, out: torch.Tensor, others: Mapping[str, torch.Tensor]) -> None:

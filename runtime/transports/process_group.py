@@ -164,6 +164,9 @@ class ProcessGroupTransport:
         if not self.has_tags:
             return _once(self._with_fingerprints(request))
         world: Any = dist.distributed_c10d.GroupMember.WORLD
+        if world is None:
+            current = self.rendezvous.calls.current
+            raise TransportError(f"the process group was destroyed during {current}; allowed: after it")
         tag = message_tag(request.fingerprint, self.rendezvous.calls.current.number)
         peers, works = [], []
         try:

@@ -69,15 +69,21 @@ class Transports:
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
 
     def finish(self) -> None:
-        """Finish asynchronous calls that may never be waited for, because the group has ended. If another thread is in
-        a call for longer than `_GRACE`, they are left to the first use of their outputs, with a warning."""
+        """Finish asynchronous calls that may never be waited for, because the group has ended, and wait for those in
+        the background, which end after `_GRACE`. If another thread is in a call for longer, they are left to the first
+        use of their outputs, with a warning."""
         transports = [self._shared_memory_transport, *self._symmetric_memory_transports.values()]
         pending = [transport for transport in transports if transport is not None and transport.pending is not None]
-        if not pending:
+        has_background = "background" in vars(self.rendezvous)
+        if has_background:
+            for each in (self._shared_memory_transport, *self._process_groups.values()):
+                if each is not None:
+                    each.timeout = min(each.timeout, _GRACE)
+        elif not pending:
             return
         lock = self.rendezvous.lock
         try:
-            lock.acquire(_GRACE)
+            lock.acquire(_GRACE * (1 + has_background))
             lock.depth += 1
         except MeetingTimeoutError as error:
             _logger.warning("asynchronous calls are not finished with their process group: %s", error)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ...errors import UnsupportedError
+
+T = TypeVar("T")
 
 captured: set[object] = set()
 """Objects that captured graphs read when they are replayed. Kept for good: there is no notice when a graph is freed."""
@@ -90,18 +93,37 @@ class SideStream:
     def run(self, x: torch.Tensor, call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Run `call`, which reads `x`, on the side stream. Returns its output, and a function that makes the current
         stream wait for it."""
+        out, done = self._run([x], call)
+        return out, partial(self._join, weakref.ref(out), done)  # an output that is gone needs no wait
+
+    def start(self, given: Iterable[torch.Tensor], call: Callable[[], T]) -> Callable[[], T]:
+        """Run `call`, which uses the tensors `given`, on the side stream. Returns a function that makes the current
+        stream wait for it and returns its result."""
+        result, done = self._run(given, call)
+
+        def join() -> T:
+            current = self._module.current_stream(self._device)
+            current.wait_event(done)
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and tensor.device == self._device:
+                    tensor.record_stream(current)
+            return result
+
+        return join
+
+    def _run(self, given: Iterable[torch.Tensor], call: Callable[[], T]) -> tuple[T, Any]:
+        """Run `call` on the side stream; return its result, and the event at its end."""
         current = self._module.current_stream(self._device)
         self.stream.wait_stream(current)
         if self._on_device:
-            x.record_stream(self.stream)
+            for x in given:
+                x.record_stream(self.stream)
         try:
             with self._module.stream(self.stream):
-                out = call()
-                done = self.stream.record_event()
+                return call(), self.stream.record_event()
         except BaseException:
             current.wait_stream(self.stream)
             raise
-        return out, partial(self._join, weakref.ref(out), done)  # an output that is gone needs no wait
 
     def _join(self, out: weakref.ref[torch.Tensor], done: Any) -> None:
         current = self._module.current_stream(self._device)

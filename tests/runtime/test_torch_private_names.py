@@ -31,7 +31,7 @@ NAMES = {
     "torch._C._len_torch_dispatch_stack": "calls under dispatch modes (activation checkpointing, tracing)",
     "torch._guards.detect_fake_mode": "the refusal of fake tensors",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "meshes read under a fake tensor mode",
-    "torch.autograd._profiler_enabled": "ranges in the profiler",
+    "torch.autograd.profiler._is_profiler_enabled": "ranges in the profiler",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": "results of async_op=True",
     "torch.distributed._symmetric_memory.empty": "symmetric memory on GPUs: the buffers",
     "torch.distributed.checkpoint.planner_helpers._iterate_state_dict": "checkpoints of shard orders",
@@ -55,6 +55,7 @@ NAMES = {
     "torch.utils._python_dispatch._disable_current_modes": "calls under dispatch modes",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "calls under dispatch modes",
     "torch.utils._pytree.register_pytree_node": "RoutedTokens in torch.compile and activation checkpointing",
+    "torch.utils._pytree.tree_leaves": "dispatches in two phases on GPUs: results of a side stream",
     "torch.utils.checkpoint._CachedTorchDispatchMode": "selective activation checkpointing",
     "torch.utils.checkpoint._CachingTorchDispatchMode": "selective activation checkpointing",
 }

@@ -47,6 +47,8 @@ Take = Callable[[torch.Tensor], None]
 """Processes the receive buffer once rows have arrived, possibly in place."""
 # Operations, added to the dispatcher's fingerprint. The requests of an operation count up from there.
 DISPATCH, COMBINE, BACKWARD, WEIGHED, UNDISPATCH = 0, 8, 16, 24, 32
+BACKGROUND = 128
+"""Added to the number of an operation in the background, in the call's fingerprint only."""
 OPERATIONS = {
     DISPATCH: "dispatch",
     COMBINE: "combine",
@@ -97,7 +99,9 @@ class TokenTransfer:
         two_level: tokens cross the network once for each node, as DispatchRecord.forwards describes.
         algorithm: how rows travel, in words.
         extra_words: words that a rank sends to each other rank with its counts.
-        peers: the other ranks, starting with the one after this rank.
+        peers: the other active ranks, starting with the one after this rank.
+        collectives: whether collectives of the process group may be used: not in the background, where they would be
+            in another order than those of the program, which tell them apart by their order.
     """
 
     in_chunks: ClassVar[bool] = False
@@ -152,23 +156,31 @@ class TokenTransfer:
     ) -> None:
         self.config, self.transport, self.ranks, self.me = config, transport, ranks, me
         self.device, self.fingerprint = device, fingerprint
+        self.collectives = True
         self._unused_rows = fill_value(config.zero_rows)
         self.physical_experts = PhysicalExperts.divided(config.bounds, device)
         self._set_physical_experts()
         self._nodes: torch.Tensor | None = None
         """int32 [W]: the node of each destination of `DispatchRecord.rows`, ascending; None: they share one."""
-        self.peers = ranks[me + 1 :] + ranks[:me]
+        self.peers = self._active_peers()
         self.tables = AddressTables(device)
         self.launch = RowLaunch.for_rows(config.hidden, config.dtype.itemsize, num_sms(device, config.num_sms))
         self._error: torch.Tensor | None = None
         """int64 [1]: not 0 if the counts of the matrix may not be those of this dispatch."""
 
     def use_config(self, config: DispatchConfig) -> None:
-        """Use another config from now on, which differs in the experts of physical experts only."""
+        """Use another config from now on, which differs in the experts of physical experts or the active ranks only."""
         # The fingerprint is that of a config and of the dispatcher's number.
         self.fingerprint = config.fingerprint(self.config.number_of(self.fingerprint))
+        if config.active_ranks != self.config.active_ranks:
+            self.config = config
+            self.peers = self._active_peers()
         self.config = config
         self._set_physical_experts()
+
+    def _active_peers(self) -> tuple[int, ...]:
+        ranks = self.config.ranks
+        return tuple(self.ranks[r] for r in (*range(self.me + 1, ranks), *range(self.me)) if self.config.is_active(r))
 
     def _set_physical_experts(self) -> None:
         """Upload the physical expert to which this rank sends each expert's tokens, unless they are equal."""
@@ -190,7 +202,10 @@ class TokenTransfer:
             own = own or (self._rows_to_receive(), self._new_numbers())
             into, counted, matrix = yield from self._share(DISPATCH, own, tokens.ids)
             assert counted is not None and matrix is not None
-            record = self._located(counted, matrix, (outs or own)[1])
+            counts, matrix = active_counts(self.config, matrix)
+            record = self._located(counted, counts, (outs or own)[1])
+            if self.config.active_ranks is not None:
+                record = record._replace(matrix=matrix)
         else:
             own = own or (self._new_rows(), self._new_numbers())  # which pooled buffer is wanted travels with counts
             into, *_ = yield from self._share(DISPATCH, own)
@@ -311,6 +326,19 @@ class TokenTransfer:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.transport.empty(shape, dtype, self.device)
+
+
+def active_counts(config: DispatchConfig, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the counts without pairs of experts on ranks that are not active, and those with them.
+
+    Args:
+        matrix: int32 [W, S + 1] or with more columns. Ranks that are not active have written nothing to it.
+    """
+    if config.active_ranks is None:
+        return matrix, matrix
+    active, kept = config.active_on(matrix.device)
+    counts = torch.where(active, matrix[:, : len(kept)], 0)
+    return torch.where(kept, counts, 0), counts
 
 
 def pair_words(top_k: int) -> int:

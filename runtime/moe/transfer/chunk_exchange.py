@@ -40,10 +40,19 @@ class ChunkExchange:
             self._limit = BACKENDS[transport.backend].all_to_all
         self._order = [ranks.index(rank) for rank in self._group or ()]
 
-    def run(self, fingerprint: int, parts: Sequence[Rows], most: int) -> Steps[None]:
+    def run(
+        self,
+        fingerprint: int,
+        parts: Sequence[Rows],
+        most: int,
+        active: Sequence[int] | None = None,
+        collectives: bool = True,
+    ) -> Steps[None]:
         """Exchange the rows of all parts.
 
         Args:
+            active: the ranks of the dispatcher that take part; None: all.
+            collectives: whether an all-to-all may be used.
             fingerprint: of the request; no rank receives rows of another one.
             most: the largest number of rows from any rank to another one, or a bound that is equal on all ranks.
         """
@@ -51,12 +60,14 @@ class ChunkExchange:
         incoming = [_split(part.receives, part.receive_sizes) for part in parts]
         for sent, received in zip(outgoing, incoming, strict=True):
             received[self._me].copy_(sent[self._me])
-        if 0 < most * sum(_row_nbytes(part.sends) for part in parts) <= self._limit:
+        collectives = collectives and active is None
+        if collectives and 0 < most * sum(_row_nbytes(part.sends) for part in parts) <= self._limit:
             yield from self._all_to_all(fingerprint, outgoing, incoming)
             return
+        others = self._others if active is None else [r for r in active if r != self._me]
         yield Transfer(
-            tuple((self._ranks[r], part[r]) for r in self._others for part in outgoing if part[r].numel()),
-            tuple((self._ranks[r], part[r]) for r in self._others for part in incoming if part[r].numel()),
+            tuple((self._ranks[r], part[r]) for r in others for part in outgoing if part[r].numel()),
+            tuple((self._ranks[r], part[r]) for r in others for part in incoming if part[r].numel()),
             fingerprint,
             group=self._group,
         )

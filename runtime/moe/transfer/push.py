@@ -30,13 +30,13 @@ class PushTransfer(TokenTransfer):
     transport: OneSidedTransport
 
     algorithm = "rows pushed straight to their group at the destination"
-    _matrix: torch.Tensor | None = None
-    _matrices: Buffers | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._at = self.me
-        """This rank's index among those whose memory it writes: the peers and itself, in order of rank."""
+        self._at, self._among = self.me, self.ranks
+        """This rank's index among the ranks whose memory it writes, itself included; and those ranks."""
+        self._matrices: dict[tuple[int, ...], Buffers] = {}
+        """The matrices of counts by peers: ranks that were not active keep those that they opened before."""
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
@@ -49,15 +49,15 @@ class PushTransfer(TokenTransfer):
         matrices = yield from self._open_matrices(operation)
         counted = self._count(ids, CountShare(matrices, self.me))
         buffers = yield from self._offer(operation, *own)
-        return Shared(buffers, counted, self._matrix)
+        return Shared(buffers, counted, matrices.tensors[self._at])
 
     def _open_matrices(self, operation: int) -> Steps[Buffers]:
-        """Return the matrices of counts, those of peers and `_matrix`; allocate and offer them on the first call."""
-        if self._matrices is None:
+        """Return the matrices of counts of all ranks. The first call with these peers allocates and offers its own."""
+        if self.peers not in self._matrices:
             with torch.inference_mode(False):  # written for as long as the dispatcher lives
-                self._matrix = self._empty((self.config.ranks, self.physical_experts.count + 1), torch.int32)
-            self._matrices = (yield from self._offer(operation + _OPENED, self._matrix))[0]
-        return self._matrices
+                matrix = self._empty((self.config.ranks, self.physical_experts.count + 1), torch.int32)
+            (self._matrices[self.peers],) = yield from self._offer(operation + _OPENED, matrix)
+        return self._matrices[self.peers]
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         operation, record, x, (rows, *numbers), weights, take = delivery
@@ -79,16 +79,15 @@ class PushTransfer(TokenTransfer):
         return Barrier(self.peers, self.fingerprint + operation, offer)
 
     def _offer(self, operation: int, *own: torch.Tensor) -> Steps[list[Buffers]]:
-        """Offer buffers to the peers; return the corresponding buffers of all, in order of rank."""
+        """Offer buffers to the peers; return the corresponding buffers of all, in order of rank. Of a rank that is not
+        active they are this rank's own, since nothing is written there or read."""
         if not self.peers:
-            return [Buffers([tensor], self.tables) for tensor in own]
+            return [Buffers([tensor] * len(self._among), self.tables) for tensor in own]
         transport, number = self.transport, len(own)
         address, held = transport.offer(own)
         replies = yield self._barrier(operation, address)
-        # Peers start with the rank after this one.
-        theirs: list[Any] = [transport.offered(reply, number) for reply in replies]
-        after = len(theirs) - self._at
-        in_order = [*theirs[after:], None, *theirs[:after]]
+        theirs = {peer: transport.offered(reply, number) for peer, reply in zip(self.peers, replies, strict=True)}
+        in_order: list[Any] = [theirs.get(rank) for rank in self._among]
         with torch.inference_mode(False):  # those of the matrix are kept
             buffers = [
                 Buffers(

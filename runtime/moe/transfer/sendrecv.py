@@ -160,7 +160,8 @@ class SendRecvTransfer(TokenTransfer):
         """Send contiguous rows of `sends` to each rank and receive rows from each; sizes count rows, `most` is their
         bound on any rank."""
         parts = [Rows(x, send_sizes, y, receive_sizes) for x, y in zip(sends, receives, strict=True)]
-        yield from self._chunks.run(self.fingerprint + operation, parts, most)
+        fingerprint, active = self.fingerprint + operation, self.config.active_ranks
+        yield from self._chunks.run(fingerprint, parts, most, active, self.collectives)
 
     def _read(self, sizes: torch.Tensor) -> torch.Tensor:
         """Return the sizes on the host; waits for them.

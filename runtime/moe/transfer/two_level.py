@@ -83,8 +83,8 @@ class TwoLevelTransfer(PushTransfer):
         assert ranks is not None
         mine, bounds = ranks.nodes[self.me], self.config.bounds
         members = ranks.members[mine]
-        self._at = members.index(self.me)
-        self.peers = tuple(self.ranks[r] for r in members[self._at + 1 :] + members[: self._at])
+        self._at, self._among = members.index(self.me), tuple(self.ranks[r] for r in members)
+        self.peers = self._among[self._at + 1 :] + self._among[: self._at]
         self._node, self._node_count = mine, len(ranks.members)
         self._forwarders = [ranks.forwarder(self.me, node) for node in range(self._node_count) if node != mine]
         self._sources = ranks.sources(self.me)

@@ -10,11 +10,13 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 
 import torch.distributed as dist
 
 from ....errors import DisagreementError, PeerError
 from ... import flight_recorder
+from ..background_calls import BackgroundCalls
 from ..call_lock import CallLock
 from .calls import Calls, Ranks, key_of
 from .long_wait import LongWait, long_wait
@@ -53,6 +55,11 @@ class Rendezvous:
         self.errors = PeerErrors(calls, self.reports, timeout, is_gone)
         self.sessions: set[str] = set()
         self.lock = CallLock(rank, timeout, lambda: calls.current)
+
+    @cached_property
+    def background(self) -> BackgroundCalls:
+        """Makes calls on a thread of its own."""
+        return BackgroundCalls(self.lock)
 
     def begin(self, ranks: Ranks, fingerprint: int, description: str | Callable[[], str]) -> int:
         """Begin the next call of `ranks`; before the first one, they agree on a session.
