@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import ArgumentError, UnsupportedError
 from . import ops
+from .config import DispatchConfig, fill_value
 from .dispatch_record import DispatchRecord, Tokens
 from .engine import TokenEngine
 from .redispatch import RowsAgain
@@ -26,23 +27,31 @@ def dispatch_tokens(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[Route
     tokens = [item._replace(weights=item.weights.float()) for item in tokens]
     xs, ids, weights = zip(*tokens, strict=True)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        *received, records = Dispatch.apply(engine, *xs, *weights, *ids)
+        *received, records, data = Dispatch.apply(engine, *xs, *weights, *ids)
     else:  # without the host time of autograd
         pairs = engine._run_dispatch(tokens)
-        records = [record for _, record in pairs]
-        received = [*(rows for rows, _ in pairs), *(record.weights for record in records)]
+        records, data = [record for _, record in pairs], [rows for rows, _ in pairs]
+        received = [*(None if config.packed else rows for rows in data), *(record.weights for record in records)]
     routed = []
     for i, transfer in enumerate(engine.transfers):
         x, row_weights = received[i], received[n + i]
         record = records[i]._replace(weights=row_weights)  # the differentiable one
+        payloads, grad_rows = [x], None
+        if config.packed is not None:
+            # Unused rows are copied where they have been filled.
+            whole = torch.compiler.is_compiling() or fill_value(config.zero_rows) is not None
+            num_rows = None if whole else record.groups.num_rows
+            payloads, grad_rows = config.packed.unpack(data[i], num_rows), x
         if config.batched:
-            assert config.expert_capacity is not None
             groups = config.bounds[transfer.me + 1] - config.bounds[transfer.me]
-            rows = groups * config.expert_capacity
-            x = x[:rows].view(groups, config.expert_capacity, config.hidden)
-            row_weights = row_weights[:rows].view(groups, config.expert_capacity)
-        kept = (xs[i].detach(), RowsAgain(x)) if again else ()
-        routed.append(RoutedTokens(x, row_weights, weights[i], record, config, (engine.handle, transfer.me), *kept))
+            payloads = [_by_group(payload, groups, config) for payload in payloads]
+            row_weights = _by_group(row_weights, groups, config)
+            grad_rows = None if grad_rows is None else _by_group(grad_rows, groups, config)
+        x, *others = payloads
+        kept = (xs[i].detach(), RowsAgain(x)) if again else (None, None)
+        source = engine.handle, transfer.me
+        further: Any = {"_others": tuple(others), "grad_rows": grad_rows}
+        routed.append(RoutedTokens(x, row_weights, weights[i], record, config, source, *kept, **further))
     return routed
 
 
@@ -75,6 +84,12 @@ def combine_tokens(
     again = [r._again for r in routed if r._again is not None]
     row_weights = [record.weights for record in records]
     return list(Combine.apply(engine, weighted, again, records, *values, *weights, *adds, *row_weights, *tokens))
+
+
+def _by_group(rows: torch.Tensor, groups: int, config: DispatchConfig) -> torch.Tensor:
+    """Return batched rows, [rows, ...], as [S_local, C, ...]."""
+    assert config.expert_capacity is not None
+    return rows[: groups * config.expert_capacity].view(groups, config.expert_capacity, *rows.shape[1:])
 
 
 def _padded(values: torch.Tensor, rows: int) -> torch.Tensor:
@@ -113,10 +128,16 @@ def _restored(
     return records
 
 
-class Dispatch(torch.autograd.Function):
-    """(engine, *xs, *weights, *ids) to (*rows, *row_weights, records).
+def _stand_in(config: DispatchConfig, rows: torch.Tensor) -> torch.Tensor:
+    """Return [rows, H] without memory of its own for each element; its values are undefined."""
+    return rows.new_empty(1, dtype=config.dtype).expand(config.rows, config.hidden)
 
-    Rows and their weights are differentiable. Backward keeps the records without weights, and nothing of [rows, H].
+
+class Dispatch(torch.autograd.Function):
+    """(engine, *xs, *weights, *ids) to (*rows, *row_weights, records, data).
+
+    Rows and their weights are differentiable. Packed rows are not: they are `data`, and `rows` stand for them in
+    autograd, without memory. Backward keeps the records without weights, and nothing of [rows, H].
     """
 
     @staticmethod
@@ -131,7 +152,11 @@ class Dispatch(torch.autograd.Function):
         records = tuple(record for _, record in received)
         ctx.save_for_backward(*_saved(ctx, records))
         ctx.engine = engine
-        return (*[rows for rows, _ in received], *[record.weights for record in records], records)
+        rows: list[torch.Tensor] = [rows for rows, _ in received]
+        data: tuple[torch.Tensor, ...] = ()
+        if engine.config.packed is not None:
+            rows, data = [_stand_in(engine.config, of_rank) for of_rank in rows], tuple(rows)
+        return (*rows, *[record.weights for record in records], records, data)
 
     @staticmethod
     @once_differentiable

@@ -19,6 +19,7 @@ from ...kernels import MOST_K, MOST_PHYSICAL_EXPERTS, PAYLOADS, uploaded
 from ...planner import SPLITS
 from ..environment import requested_poison
 from .node_ranks import NodeRanks, numbered
+from .packed_rows import PackedRows, packed_rows
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -68,7 +69,11 @@ class DispatchConfig:
     zero_rows: bool | None = None
     num_sms: int | None = field(default=None, compare=False)
     two_level: bool | None = None
+    payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None = None
+    quantize: str | None = None
 
+    packed: PackedRows | None = field(init=False, compare=False)
+    """Where payloads lie in a row of dispatch; None: rows are those of x."""
     rows: int = field(init=False)
     """Rows of each rank's buffer, a multiple of `align`."""
     bounds: tuple[int, ...] = field(init=False)
@@ -107,6 +112,7 @@ class DispatchConfig:
             value = getattr(self, name)
             if not (value is None or isinstance(value, bool)):
                 raise ArgumentError(f"{name}: {value!r}; allowed: True, False, None")
+        self._set_packed()
         self._set_nodes()
         bounds, physical_expert_of, expert_of = _place_experts(self.ranks, self.num_experts, self.expert_map)
         self._set(bounds=bounds, physical_expert_of=physical_expert_of, expert_of=expert_of)
@@ -130,6 +136,14 @@ class DispatchConfig:
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def _set_packed(self) -> None:
+        packed = packed_rows(self.payloads, self.quantize, self.hidden)
+        if packed is not None and self.save == "redispatch":
+            raise ArgumentError("save: 'redispatch' with payloads or quantize; allowed: 'buffer', 'copy'")
+        if packed is not None and self.payloads is not None:
+            self._set(payloads=tuple(zip(packed.dtypes, packed.shapes, strict=True)))
+        self._set(packed=packed)
 
     def _set_nodes(self) -> None:
         if self.nodes is None:
@@ -183,6 +197,22 @@ class DispatchConfig:
     @property
     def batched(self) -> bool:
         return self.layout == "batched"
+
+    @property
+    def dispatched(self) -> tuple[int, torch.dtype]:
+        """The elements of a row as dispatch sends it, and their dtype."""
+        return (self.hidden, self.dtype) if self.packed is None else (self.packed.words, torch.int32)
+
+    @property
+    def dispatched_nbytes(self) -> int:
+        """The bytes of a row as dispatch sends it."""
+        elements, dtype = self.dispatched
+        return elements * dtype.itemsize
+
+    @property
+    def row_nbytes(self) -> int:
+        """The mean of the bytes of a row as dispatch and combine send it."""
+        return (self.dispatched_nbytes + self.hidden * self.dtype.itemsize) // 2
 
     @property
     def most_pairs(self) -> int:
@@ -327,6 +357,8 @@ if TYPE_CHECKING:
         zero_rows: bool | None
         num_sms: int | None
         two_level: bool | None
+        payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None
+        quantize: str | None
 
 
 def takes_settings(*without: str) -> Callable[[Function], Function]:

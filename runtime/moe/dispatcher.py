@@ -34,7 +34,7 @@ from .transfer.fixed import with_splits
 from .transfer.levels import two_sided_transfer, with_levels
 from .transfer.push import PushTransfer
 from .transfer.window import WindowTransfer
-from .validate import check_combine, check_dispatch
+from .validate import check_combine, check_dispatch, packed_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -110,6 +110,13 @@ class TokenDispatcher(TokenEngine):
         num_sms: on GPUs, the maximum SMs that the kernels which push rows and which combine them take, so that the
             experts' GEMMs of another stream keep the others while rows travel. Few make dispatch and combine slower.
             Need not be equal on all ranks. Default: `SHARDWEAVE_NUM_SMS`, or no limit.
+        payloads: the tensors of a token that travel together, for callers that quantize: for each its dtype and its
+            shape without the dim of tokens, such as [(torch.float8_e4m3fn, 7168), (torch.float32, 56)]. Any dtype of
+            whole bytes. `hidden` and `dtype` are then those of the experts' output.
+        quantize: None, or how dispatch casts each row to float8_e4m3fn. "fp8_row": with one float32 scale, "fp8_128":
+            with a float32 scale for every 128 elements, "mxfp8": with a float8_e8m0fnu scale for every 32. A scale is
+            the largest magnitude divided by 448, with "mxfp8" rounded up to a power of two. Gradients flow as if rows
+            were not cast, in `dtype`. See `RoutedTokens.x`, `.scale` and `.dequantized`.
         device: default: the CPU.
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise
@@ -223,25 +230,30 @@ class TokenDispatcher(TokenEngine):
 
     def dispatch(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Sequence[torch.Tensor],
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
     ) -> RoutedTokens:
         """Send each token's row to the ranks of its experts.
 
         Args:
-            x: [T, H] of the dispatcher's dtype.
+            x: [T, H] of the dispatcher's dtype. With `payloads` a list of tensors [T, ...], as the dispatcher has them,
+                of any strides; their bytes are sent as they are, and gradients do not flow to them.
             topk_ids: int32 or int64 [T, K]; -1 is none.
             topk_weights: floats [T, K].
+            scale: with `payloads`, the payload after those of `x`: `dispatch(x, …, scale=s)` is `dispatch([x, s], …)`.
 
         Raises:
             ArgumentError: unsupported shape, dtype or device; peers are told, except with device-side synchronisation.
             CapacityError: with overflow="raise", an earlier dispatch dropped rows or had bad ids.
             TransportError: a peer died, timed out, or made another call.
         """
-        tokens = Tokens(x, topk_ids, topk_weights)
+        device = self.transfers[0].device
         with self._reporting():
-            check_dispatch(self.config, self.transfers[0].device, tokens)
+            tokens = Tokens(packed_tokens(self.config, device, x, scale), topk_ids, topk_weights)
+            check_dispatch(self.config, device, tokens)
         return dispatch_tokens(self, [tokens])[0]
 
     def combine(
@@ -265,7 +277,8 @@ class TokenDispatcher(TokenEngine):
         SHARDWEAVE_POISON_ROWS=1 fills these rows with NaN, to find code that reads them.
 
         Args:
-            expert_output: of the shape and dtype of `routed.x`. Only rows of tokens are read.
+            expert_output: of the shape and dtype of `routed.x`, or with payloads [R, H] (batched [S_local, C, H]) of
+                the dispatcher's dtype. Only rows of tokens are read.
             routed: the result of a dispatch; may be combined several times.
             out: [T, H], the output, in other memory than `expert_output`; only without gradients.
             add: [T, H], added last; may be `out` itself.

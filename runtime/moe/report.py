@@ -105,7 +105,7 @@ def on_wire(
     # Tokens are dispatched once more for the experts' backward.
     again = row if config.save == "redispatch" else 0
     per_pair = {
-        "dispatch": (row + 4, counts),
+        "dispatch": (config.dispatched_nbytes + 4, counts),
         "combine": (row, 0),
         "backward of combine": (row + 4 + again, 0),
         "backward of dispatch": (row + 4, 0),
@@ -125,7 +125,7 @@ def _between_nodes(config: DispatchConfig) -> dict[str, tuple[int, int]]:
     row = config.hidden * config.dtype.itemsize
     again = row if config.save == "redispatch" else 0
     per_token = {
-        "dispatch": (row + pair_words(k) * 4, (len(shares) - 1) * (config.bounds[-1] + 2) * 4),
+        "dispatch": (config.dispatched_nbytes + pair_words(k) * 4, (len(shares) - 1) * (config.bounds[-1] + 2) * 4),
         "combine": (row, 0),
         "backward of combine": (row + 4 * k + again, 0),
         "backward of dispatch": (row + 4 * k, 0),

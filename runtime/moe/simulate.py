@@ -18,7 +18,7 @@ from .routed import RoutedTokens
 from .transfer.base import Steps, TokenTransfer
 from .transfer.levels import two_sided_transfer
 from .transfer.push import PushTransfer
-from .validate import check_combine, check_dispatch
+from .validate import check_combine, check_dispatch, packed_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,7 +35,8 @@ class VirtualTokenDispatcher(TokenEngine):
     Args:
         size: W, the number of ranks, at least 1.
         num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout, expert_map,
-            save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, two_level, device: as for TokenDispatcher.
+            save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, two_level, payloads, quantize, device: as
+            for TokenDispatcher.
         one_sided: True: ranks write into each other's buffers; False: they send and receive, as over a network.
         nodes: with one_sided=False, the node of each rank, which decides the order of sums. With two_level=True ranks
             of a node write into each other's buffers.
@@ -71,23 +72,29 @@ class VirtualTokenDispatcher(TokenEngine):
 
     def dispatch(
         self,
-        xs: Sequence[torch.Tensor],
+        xs: Sequence[torch.Tensor | Sequence[torch.Tensor]],
         topk_ids: Sequence[torch.Tensor],
         topk_weights: Sequence[torch.Tensor],
+        *,
+        scale: Sequence[torch.Tensor] | None = None,
     ) -> list[RoutedTokens]:
         """TokenDispatcher.dispatch on all ranks.
 
         Args:
             xs, topk_ids, topk_weights: [T, H], [T, K] and [T, K] of each rank; T may differ.
+            scale: of each rank, as for TokenDispatcher.
 
         Raises:
             ArgumentError: lists of another length than the number of ranks; unsupported shape or dtype, with its rank.
             CapacityError: as for TokenDispatcher.
         """
-        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
-        tokens = [Tokens(*item) for item in zip(xs, topk_ids, topk_weights, strict=True)]
-        for rank, item in enumerate(tokens):
-            check_dispatch(self.config, self.transfers[rank].device, item, f"[{rank}]")
+        scales: Sequence[Any] = [None] * self.config.ranks if scale is None else scale
+        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights, scale=scales)
+        tokens = []
+        for rank, (x, ids, weights, of_rank) in enumerate(zip(xs, topk_ids, topk_weights, scales, strict=True)):
+            at, device = f"[{rank}]", self.transfers[rank].device
+            tokens.append(Tokens(packed_tokens(self.config, device, x, of_rank, at), ids, weights))
+            check_dispatch(self.config, device, tokens[-1], at)
         return dispatch_tokens(self, tokens)
 
     def combine(

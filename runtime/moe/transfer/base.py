@@ -75,7 +75,7 @@ class Delivery(NamedTuple):
     operation: int
     record: DispatchRecord
     x: torch.Tensor
-    """[T, H], the rows of this rank's tokens."""
+    """[T, H], the rows of this rank's tokens; packed, if there are payloads."""
     into: Any
     """The receive buffers, as returned by `_share`."""
     weights: torch.Tensor | None = None
@@ -115,10 +115,11 @@ class TokenTransfer:
             chunk_capacity: rows of a chunk; None: exact sizes, or no chunks.
         """
         row = config.hidden * config.dtype.itemsize + 4  # with its weight
+        dispatched = config.dispatched_nbytes + 4
         # Physical experts, places and rows of pairs, and the counts of all ranks.
         routing = config.most_pairs * 16 + config.ranks * (config.bounds[-1] + 1) * 8
         return {
-            cls.received(config): config.rows * row,
+            cls.received(config): config.rows * dispatched,
             "gradients received, in the backward of combine": config.rows * row,
             ROUTING: routing,
         }
@@ -159,7 +160,8 @@ class TokenTransfer:
         """int32 [W]: the node of each destination of `DispatchRecord.rows`, ascending; None: they share one."""
         self.peers = ranks[me + 1 :] + ranks[:me]
         self.tables = AddressTables(device)
-        self.launch = RowLaunch.for_rows(config.hidden, config.dtype.itemsize, num_sms(device, config.num_sms))
+        self._num_sms = num_sms(device, config.num_sms)
+        self.launch = RowLaunch.for_rows(config.hidden, config.dtype.itemsize, self._num_sms)
         self._error: torch.Tensor | None = None
         """int64 [1]: not 0 if the counts of the matrix may not be those of this dispatch."""
 
@@ -192,7 +194,8 @@ class TokenTransfer:
             assert counted is not None and matrix is not None
             record = self._located(counted, matrix, (outs or own)[1])
         else:
-            own = own or (self._new_rows(), self._new_numbers())  # which pooled buffer is wanted travels with counts
+            # Which pooled buffer is wanted travels with counts.
+            own = own or (self._new_rows(*self.config.dispatched), self._new_numbers())
             into, *_ = yield from self._share(DISPATCH, own)
             record = record._replace(weights=(outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
@@ -248,6 +251,10 @@ class TokenTransfer:
             of_weights = yield from self._fetch_numbers(record, numbers)
         return copied(own, outs, record.groups)[0], of_weights
 
+    def _launch_of(self, rows: torch.Tensor) -> RowLaunch:
+        """Return how rows are pushed: packed ones differ from those of the experts' output."""
+        return RowLaunch.for_rows(rows.shape[1], rows.itemsize, self._num_sms)
+
     def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
         """Make this rank's receive buffers `own` known to peers, count the pairs of `ids` and share the counts."""
         raise NotImplementedError
@@ -293,16 +300,17 @@ class TokenTransfer:
                 fill_rows(x, groups.num_rows, self._unused_rows)
 
     def _rows_to_receive(self) -> torch.Tensor:
-        """Return memory for the rows of a dispatch, [rows, H]."""
-        return self._new_rows()
+        """Return memory for the rows of a dispatch, [rows, H]; packed ones, if there are payloads."""
+        return self._new_rows(*self.config.dispatched)
 
     def output_rows(self, received: torch.Tensor) -> torch.Tensor:
         """Return memory for the experts' output, [rows, H], which `combine` copies the least of; `received`: the rows
         of the dispatch, or a view from their first element on."""
         return self._new_rows()
 
-    def _new_rows(self) -> torch.Tensor:
-        return self._empty((self.config.rows, self.config.hidden), self.config.dtype)
+    def _new_rows(self, elements: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return memory for rows, by default of the experts' output."""
+        return self._empty((self.config.rows, elements or self.config.hidden), dtype or self.config.dtype)
 
     def _new_numbers(self) -> torch.Tensor:
         return self._empty((self.config.rows,), torch.float32)

@@ -63,7 +63,8 @@ class PushTransfer(TokenTransfer):
         operation, record, x, (rows, *numbers), weights, take = delivery
         weight_buffers = numbers[0] if numbers else None
         padding = self.config.most_padding
-        push_rows(x, record.rows, rows, record.groups, self.me, weights, weight_buffers, padding, self.launch)
+        launch = self._launch_of(x)
+        push_rows(x, record.rows, rows, record.groups, self.me, weights, weight_buffers, padding, launch)
         yield self._barrier(operation + _LAST)
         if take is not None:
             take(rows.tensors[self.me])

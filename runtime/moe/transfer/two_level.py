@@ -70,7 +70,7 @@ class TwoLevelTransfer(PushTransfer):
         purposes = super().nbytes(config, chunk_capacity)
         ranks = config.node_ranks
         assert ranks is not None
-        k, row = config.top_k, config.hidden * config.dtype.itemsize
+        k, row = config.top_k, max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes)
         sent = config.max_tokens * min(k, len(ranks.members) - 1)
         forwarded = config.max_tokens * max(len(ranks.sources(rank)) for rank in range(config.ranks))
         purposes[ROUTING] += sent * 8 + forwarded * 12 * k
@@ -265,9 +265,9 @@ class TwoLevelTransfer(PushTransfer):
             beside: further tensors to send and to receive, with a row for each token.
         """
         operation, record, x, into, weights, _ = delivery
-        packed = self._empty((len(token), self.config.hidden), x.dtype)
+        packed = self._empty((len(token), x.shape[1]), x.dtype)
         torch.index_select(x, 0, token, out=packed)
-        received = self._empty((sum(numbers), self.config.hidden), x.dtype)
+        received = self._empty((sum(numbers), x.shape[1]), x.dtype)
 
         def push_own() -> None:
             self._push(x, record.rows, delivery, weights, self.config.most_padding)
@@ -294,7 +294,8 @@ class TwoLevelTransfer(PushTransfer):
     ) -> None:
         buffers, *more = delivery.into
         numbers = more[0] if more and weights is not None else None
-        push_rows(x, rows, buffers, delivery.record.groups, self._at, weights, numbers, padding, self.launch)
+        launch = self._launch_of(x)
+        push_rows(x, rows, buffers, delivery.record.groups, self._at, weights, numbers, padding, launch)
 
     def _locate_forwarded(self, experts: torch.Tensor, numbers: list[int], record: DispatchRecord) -> TokenRows:
         """Return the rows on this node of the forwarded tokens; `experts`: int32 [F, K], physical, -1 for none."""
