@@ -78,10 +78,10 @@ class PackedRows:
         payloads = []
         for i, (dtype, shape) in enumerate(zip(self.dtypes, self.shapes, strict=True)):
             columns = rows.view(torch.uint8)[:, self.begins[i] : self.begins[i] + self.sizes[i]]
-            payload = columns.view(dtype).view(len(rows), *shape)
             if i and num_rows is None:
-                payload = payload.clone(memory_format=torch.contiguous_format)
-            elif i and num_rows is not None:
+                columns = columns.clone(memory_format=torch.contiguous_format)
+            payload = columns.view(dtype).view(len(rows), *shape)
+            if i and num_rows is not None:
                 payload = torch.empty(payload.shape, dtype=dtype, device=rows.device)
                 copy_columns(rows, self.begins[i], payload, num_rows)
             payloads.append(payload)
@@ -103,6 +103,8 @@ def _as_words(payload: torch.Tensor, size: int) -> torch.Tensor:
     values = payload.reshape(len(payload), -1)
     if values.stride(1) != 1:
         values = values.contiguous()
+    if torch.compiler.is_compiling():  # traced tensors have no offsets
+        return values.contiguous().view(torch.uint8) if item > 8 else values
     word = math.gcd(size, values.stride(0) * item, values.storage_offset() * item, 8)
     return values.view(_WORDS[word])
 

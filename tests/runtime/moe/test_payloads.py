@@ -11,9 +11,12 @@ import pytest
 import torch
 from rank_processes import interpreted, run_ranks
 from test_processes import poisoned as poison_shared_memory
+from torch.utils import _pytree
 
+from shardweave.errors import ArgumentError
 from shardweave.kernels import QUANTIZATIONS
 from shardweave.kernels.tokens.quantize_rows import quantize_rows_reference
+from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.statistics import stats
@@ -354,3 +357,166 @@ def test_quantized_by_interpreted_kernels() -> None:
     want = [results_of(*[part[1:2] for part in one_round(of, range(3))]) for of in d]
     code = f"[t.run_ranks(t.quantized_rounds, 3, 'symmetric_memory', q)[1] for q in {names}]"
     assert interpreted("test_payloads", code) == repr(want)
+
+
+def virtual(**settings: Any) -> VirtualTokenDispatcher:
+    return VirtualTokenDispatcher(2, **{**SETTINGS, **settings})
+
+
+def given(payloads: Any = FP8) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]:
+    """Payloads, ids and weights of two ranks."""
+    ids = [ids_of(n, 3, 5, r) for r, n in enumerate((7, 4))]
+    return [random_bytes(len(i), payloads, r) for r, i in enumerate(ids)], ids, [torch.ones(i.shape) for i in ids]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"payloads": []}, "payloads: .*allowed: 1 to 16 pairs"),
+        ({"payloads": "fp8"}, "payloads: 'fp8'; allowed: 1 to 16 pairs"),
+        ({"payloads": [torch.uint8]}, r"payloads\[0\]: .*allowed: \(dtype, shape"),
+        ({"payloads": [(torch.uint8, 3), (torch.quint8, 3)]}, r"payloads\[1\]: .*whole bytes"),
+        ({"payloads": [(torch.uint8, -1)]}, r"payloads\[0\]"),
+        ({"payloads": [(torch.uint8, 2.0)]}, r"payloads\[0\]"),
+        ({"payloads": [(torch.uint8, (1 << 20, 1 << 20))]}, "bytes a token; allowed: 67108864"),
+        ({"quantize": "fp4"}, "quantize: 'fp4'; allowed: 'fp8_row', 'fp8_128', 'mxfp8', None"),
+        ({"quantize": "mxfp8", "payloads": FP8}, "allowed: one of them"),
+        ({"quantize": "mxfp8", "save": "redispatch"}, "save: 'redispatch' with payloads"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        virtual(**settings)
+
+
+def test_arguments_that_are_refused() -> None:
+    d, plain, quantizing = virtual(payloads=FP8), virtual(), virtual(quantize="fp8_128")
+    xs, ids, weights = given()
+    wrong: list[tuple[Any, Any, str]] = [
+        ([x[0] for x in xs], None, r"x\[0\]: 1 payloads; allowed: 2"),
+        (xs, [x[1] for x in xs], r"x\[0\]: 3 payloads; allowed: 2"),
+        ([[a.float(), b] for a, b in xs], None, r"payloads\[0\]\[0\]: torch.float32 .*allowed: torch.float8_e4m3fn"),
+        ([[a, b[:, :2]] for a, b in xs], None, r"payloads\[1\]\[0\]: .*shape \(7, 2\); allowed: .*\[7, 3\]"),
+        ([[a, b[1:]] for a, b in xs], None, r"payloads\[1\]\[0\]: .*shape \(6, 3\); allowed: .*\[7, 3\]"),
+        ([[a, None] for a, _ in xs], None, r"payloads\[1\]\[0\]: None; allowed: a tensor"),
+        ([[a.repeat(3, 1), b.repeat(3, 1)] for a, b in xs], None, r"x\[0\]: 21 tokens; allowed: up to max_tokens, 12"),
+    ]
+    for x, scale, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            d.dispatch(x, ids, weights, scale=scale)
+    rows = [torch.ones(len(i), H, dtype=torch.bfloat16) for i in ids]
+    with pytest.raises(ArgumentError, match="and scale; allowed: one tensor"):
+        plain.dispatch(rows, ids, weights, scale=rows)
+    with pytest.raises(ArgumentError, match="2 payloads; allowed: one tensor"):
+        quantizing.dispatch(xs, ids, weights)
+    with pytest.raises(ArgumentError, match="allowed: torch.bfloat16"):
+        quantizing.dispatch([x.float() for x in rows], ids, weights)
+    routed = d.dispatch(xs, ids, weights)
+    with pytest.raises(ArgumentError, match="dequantized: of a dispatcher without quantize"):
+        routed[0].dequantized()
+    with pytest.raises(ArgumentError, match=r"expert_output\[0\]: torch.float8_e4m3fn .*allowed: torch.bfloat16"):
+        d.combine([r.x for r in routed], routed)
+
+
+def test_routed_payloads_are_a_pytree() -> None:
+    for d, x in ((virtual(payloads=FP8), given()[0]), (virtual(quantize="mxfp8"), None)):
+        _, ids, weights = given()
+        x = x or [torch.ones(len(i), H, dtype=torch.bfloat16, requires_grad=True) for i in ids]
+        routed = d.dispatch(x, ids, weights)
+        leaves, spec = _pytree.tree_flatten(routed)
+        for r, again in zip(routed, _pytree.tree_unflatten(leaves, spec), strict=True):
+            assert again.x is r.x and again.scale is r.scale and again.grad_rows is r.grad_rows
+            assert again.offsets is r.offsets and again.weights is r.weights and len(again.payloads) == 2
+
+
+def test_unused_rows_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bytes of ones: NaN of most floats."""
+    monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", "1")
+    for kind in ({}, {"save": "copy"}):
+        d = virtual(payloads=FP8, zero_rows=False, **kind)
+        for r in d.dispatch(*given()):
+            n = int(r.num_rows)
+            assert 0 < n < len(r.x) and r.x[n:].float().isnan().all() and r.scale[n:].isnan().all()
+            assert r.weights[n:].isnan().all()
+
+
+def test_equal_configs() -> None:
+    """However shapes are given; dtypes and shapes belong to the fingerprint that ranks compare."""
+
+    def config(**more: Any) -> DispatchConfig:
+        return DispatchConfig(2, **SETTINGS, **more)
+
+    first = config(payloads=[(torch.uint8, 4), (torch.float32, ())])
+    assert first == config(payloads=(([torch.uint8, [4]]), (torch.float32, [])))
+    others = [config(), config(quantize="mxfp8"), config(quantize="fp8_row"), config(payloads=[(torch.int8, 4)])]
+    assert len({c.fingerprint(0) for c in (first, *others)}) == 5
+
+
+@pytest.mark.parametrize("quantize", ["fp8_row", "mxfp8"])
+def test_layouts_that_scaled_grouped_mm_takes(quantize: str) -> None:
+    """By the checks of torch's own meta function. "fp8_row": as they are; "mxfp8": once scales are in blocks."""
+    k, n, experts = 64, 48, 3
+    d = VirtualTokenDispatcher(
+        1, num_experts=experts, top_k=2, hidden=k, max_tokens=8, align=32 if quantize == "mxfp8" else 16,
+        quantize=quantize,
+    )  # fmt: skip
+    (r,) = d.dispatch([torch.randn(8, k).bfloat16()], [ids_of(8, 2, experts, 0)], [torch.ones(8, 2)])
+
+    def meta(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    weight = torch.empty(experts, n, k, dtype=torch.float8_e4m3fn, device="meta").transpose(1, 2)
+    assert r.scale is not None
+    if quantize == "fp8_row":
+        of_weight = torch.empty(experts, n, device="meta")
+    else:
+        assert r.scale.dtype is torch.float8_e8m0fnu and r.scale.dim() == 2
+        of_weight = torch.empty(experts, 128 * 4, dtype=torch.float8_e8m0fnu, device="meta")
+    out = torch._scaled_grouped_mm(meta(r.x), weight, meta(r.scale), of_weight, meta(r.offsets))
+    assert out.shape == (len(r.x), n) and r.x.stride(0) % 16 == 0
+    with pytest.raises(RuntimeError):
+        torch._scaled_grouped_mm(meta(r.x), weight, meta(r.scale)[::2], of_weight, meta(r.offsets))
+
+
+def compiled_rounds(rank: int, transport: str, backend: str) -> None:
+    """Under torch.compile as without it: payloads, quantized rows and gradients."""
+    batched: dict[str, Any] = {"quantize": "fp8_row", "layout": "batched"}
+    for settings in [{"payloads": FP8}, {"quantize": "fp8_128"}, *[batched] * (backend == "inductor")]:
+        d = TokenDispatcher(**SETTINGS, **settings, transport=transport)
+        ids, weights = ids_of(7, 3, 5, rank), torch.rand(7, 3, generator=torch.Generator().manual_seed(rank))
+        x: Any = random_bytes(7, FP8, rank)
+        if "quantize" in settings:
+            x = torch.randn(7, H, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+        def layer(x: Any, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            routed = d.dispatch(x, ids, weights)  # noqa: B023
+            there = torch.arange(routed.weights.numel()).view(routed.weights.shape) < routed.num_rows
+            if isinstance(x, torch.Tensor):
+                rows = torch.where(there[..., None], routed.dequantized() * 2, 0)
+            else:
+                rows = routed.weights[..., None].expand(*routed.weights.shape, H).bfloat16()
+                rows = torch.where(there[..., None], rows, 0)
+            return d.combine(rows, routed), *[p[: len(ids)].view(torch.uint8) for p in routed.payloads]  # noqa: B023
+
+        results = []
+        for f in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
+            w = weights.clone().requires_grad_()
+            given = x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x
+            y, *parts = f(given, w)
+            y.float().sum().backward()
+            results.append([y, w.grad, *([given.grad] if isinstance(x, torch.Tensor) else [])])
+            n = 0 if "layout" in settings else 1
+            results[-1] += [p[:n] for p in parts]
+        for a, b in zip(*results, strict=True):
+            assert raw(a) == raw(b), settings
+
+
+@pytest.mark.multi
+def test_payloads_in_compiled_graphs() -> None:
+    run_ranks(compiled_rounds, 2, "shared_memory", "aot_eager")
+
+
+@pytest.mark.multi
+@pytest.mark.long
+def test_payloads_compiled_by_inductor() -> None:
+    run_ranks(compiled_rounds, 2, "shared_memory", "inductor", timeout=300)
