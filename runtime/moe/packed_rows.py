@@ -79,7 +79,7 @@ class PackedRows:
         for i, (dtype, shape) in enumerate(zip(self.dtypes, self.shapes, strict=True)):
             columns = rows.view(torch.uint8)[:, self.begins[i] : self.begins[i] + self.sizes[i]]
             if i and num_rows is None:
-                columns = columns.clone(memory_format=torch.contiguous_format)
+                columns = columns.clone(memory_format=torch.contiguous_format).view(-1)
             payload = columns.view(dtype).view(len(rows), *shape)
             if i and num_rows is not None:
                 payload = torch.empty(payload.shape, dtype=dtype, device=rows.device)
