@@ -22,7 +22,7 @@ from .tokens.locate_rows import MOST_K, locate_rows
 from .tokens.offer_rows import offer_rows
 from .tokens.pairs_cpu import Pairs
 from .tokens.push_rows import padding_rows, push_rows
-from .tokens.quantize_rows import QUANTIZATIONS, Quantization, dequantize_rows, quantize_rows
+from .tokens.quantize_rows import QUANTIZATIONS, Quantization, QuantizedRows, dequantize_rows, quantize_rows
 from .tokens.receive_rows import receive_rows
 from .tokens.repeated_dispatch import RepeatedDispatch
 from .tokens.route_rows import route_rows
@@ -41,6 +41,7 @@ __all__ = [
     "Pairs",
     "QUANTIZATIONS",
     "Quantization",
+    "QuantizedRows",
     "SLOT",
     "UNLIMITED",
     "AddressTables",

@@ -221,7 +221,7 @@ class VirtualRank:
 
 
 def _packed(shape: Shape) -> PackedRows:
-    rows = packed_rows(None, QUANTIZE, shape.hidden)
+    rows = packed_rows("quantize", QUANTIZE, shape.hidden)
     assert rows is not None
     return rows
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from ...errors import ArgumentError
 from ..dtypes import ELEMENTS, decode, encode
 from ..launch import Constants, Launches, interpreted, runs_on
-from .rows import CHUNK, PAYLOADS, cdiv, check_rows, power_of_two, row_alignment, row_constants
+from .rows import CHUNK, PAYLOADS, cdiv, check_rows, power_of_two, programs_of, row_alignment, row_constants
 
 MOST = 448.0  # the largest float8_e4m3fn
 _LEAST = 2.0**-126
@@ -41,6 +41,38 @@ class Quantization:
     def scales(self, hidden: int) -> int:
         """Return the scales of a row."""
         return 1 if self.group is None else cdiv(hidden, self.group)
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Packed rows as quantize_rows writes them.
+
+    Attributes:
+        scales_at: the byte of a row in which its scales begin.
+    """
+
+    how: Quantization
+    scales_at: int
+
+    def check(self, dtype: torch.dtype, shape: torch.Size, hidden: int) -> None:
+        """
+        Raises:
+            ArgumentError: tensors of this dtype and shape are not such rows of `hidden` elements.
+        """
+        width = self.scales_at + self.how.scales(hidden) * self.how.scale_dtype.itemsize
+        if dtype is not torch.int32 or shape[1] % 4 or shape[1] * 4 < width or not hidden <= self.scales_at:
+            raise ArgumentError(
+                f"buffers: {dtype} of shape {tuple(shape)}; allowed: int32, packed rows of {hidden} elements with "
+                f"scales at byte {self.scales_at}"
+            )
+
+    def values(self, rows: torch.Tensor, hidden: int) -> torch.Tensor:
+        """Return the values of packed rows, int32 [R, W]: float32 [R, hidden]."""
+        data, nbytes = rows.view(torch.uint8), self.how.scales(hidden) * self.how.scale_dtype.itemsize
+        elements = data[:, :hidden].view(torch.float8_e4m3fn)
+        scales = data[:, self.scales_at : self.scales_at + nbytes].view(self.how.scale_dtype)
+        scales = scales[:, 0] if self.how.group is None else scales
+        return dequantize_rows(elements, scales, self.how, torch.float32)
 
 
 QUANTIZATIONS = {
@@ -75,13 +107,17 @@ def cast_group(value, scale, bad, POWERS: tl.constexpr):
     return tl.where(bad, tl.full((1, 1), 0x7F, tl.int8), encode(scaled, tl.float8e4nv, True))
 
 
-@triton.jit(do_not_specialize=["x", "out", "x_stride", "out_stride", "scales_at"])
+@triton.jit(do_not_specialize=["x", "out", "x_stride", "out_stride", "scales_at", "rows", "programs"])
 def quantize_rows_kernel(
+    num_rows,  # int32 [1]
     x: tl.int64,  # address
     out: tl.int64,  # address
     x_stride: tl.int64,  # elements
     out_stride: tl.int64,  # bytes, a multiple of 16
     scales_at: tl.int64,  # byte of a row in which its scales begin, a multiple of 16
+    rows: tl.int64,
+    programs: tl.int64,
+    COUNTED: tl.constexpr,  # whether the number of rows is num_rows
     H: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # of a step
@@ -93,59 +129,68 @@ def quantize_rows_kernel(
     VEC: tl.constexpr,  # elements
     SOFT: tl.constexpr,
 ):
-    """Program i quantizes one step of groups; if they have one scale, all steps of a row."""
+    """Program i processes blocks i, i + programs, ...: each is one step of groups of a row, or, if all groups of a row
+    have one scale, the row."""
     steps: tl.constexpr = 1 if WHOLE else (H + GROUP * GROUPS - 1) // (GROUP * GROUPS)
-    t = tl.program_id(0).to(tl.int64) // steps
-    # An address that was an integer has lost its alignment.
-    source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN) + tl.multiple_of(t * x_stride, VEC)
-    target = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(tl.int8)), 16) + tl.multiple_of(t * out_stride, 16)
-    # Scales are stored one at a time: their masks are not those of vectors.
-    scales = out.to(tl.int64).to(tl.pointer_type(tl.int8)) + (t * out_stride + scales_at)
-    if WHOLE:
-        c = tl.arange(0, GROUP)[None, :]
-        largest = tl.zeros([1, GROUP], tl.int32)
-        for start in range(0, H, GROUP):
-            value = decode(tl.load(source + start + c, mask=start + c < H, other=0), DTYPE, SOFT)
-            largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        scale, bits, bad = group_scale(tl.max(largest, axis=1)[:, None], POWERS)
-        for start in range(0, H, GROUP):
-            value = decode(tl.load(source + start + c, mask=start + c < H, other=0), DTYPE, SOFT)
-            tl.store(target + start + c, cast_group(value, scale, bad, POWERS), mask=start + c < H)
-        tl.store(scales.to(tl.pointer_type(tl.int32)) + tl.zeros([1, 1], tl.int32), bits)
-    else:
-        group = tl.program_id(0) % steps * GROUPS + tl.arange(0, GROUPS)[:, None]
-        c = group * GROUP + tl.arange(0, GROUP)[None, :]
-        value = decode(tl.load(source + c, mask=c < H, other=0), DTYPE, SOFT)
-        largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]
-        scale, bits, bad = group_scale(largest, POWERS)
-        tl.store(target + c, cast_group(value, scale, bad, POWERS), mask=c < H)
-        there = group * GROUP < H
-        if POWERS:
-            tl.store(scales + group, bits.to(tl.uint8).to(tl.int8, bitcast=True), mask=there)
+    blocks = rows * steps
+    if COUNTED:
+        blocks = tl.load(num_rows).to(tl.int64) * steps
+    for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
+        # A loop variable is a number of Python's in the interpreter.
+        t = tl.full((), 0, tl.int64) + block // steps
+        # An address that was an integer has lost its alignment.
+        source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN) + tl.multiple_of(t * x_stride, VEC)
+        target = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(tl.int8)), 16) + tl.multiple_of(t * out_stride, 16)
+        # Scales are stored one at a time: their masks are not those of vectors.
+        scales = out.to(tl.int64).to(tl.pointer_type(tl.int8)) + (t * out_stride + scales_at)
+        if WHOLE:
+            c = tl.arange(0, GROUP)[None, :]
+            largest = tl.zeros([1, GROUP], tl.int32)
+            for start in range(0, H, GROUP):
+                value = decode(tl.load(source + start + c, mask=start + c < H, other=0), DTYPE, SOFT)
+                largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            scale, bits, bad = group_scale(tl.max(largest, axis=1)[:, None], POWERS)
+            for start in range(0, H, GROUP):
+                value = decode(tl.load(source + start + c, mask=start + c < H, other=0), DTYPE, SOFT)
+                tl.store(target + start + c, cast_group(value, scale, bad, POWERS), mask=start + c < H)
+            tl.store(scales.to(tl.pointer_type(tl.int32)) + tl.zeros([1, 1], tl.int32), bits)
         else:
-            tl.store(scales.to(tl.pointer_type(tl.int32)) + group, bits, mask=there)
+            group = block % steps * GROUPS + tl.arange(0, GROUPS)[:, None]
+            c = group * GROUP + tl.arange(0, GROUP)[None, :]
+            value = decode(tl.load(source + c, mask=c < H, other=0), DTYPE, SOFT)
+            largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]
+            scale, bits, bad = group_scale(largest, POWERS)
+            tl.store(target + c, cast_group(value, scale, bad, POWERS), mask=c < H)
+            there = group * GROUP < H
+            if POWERS:
+                tl.store(scales + group, bits.to(tl.uint8).to(tl.int8, bitcast=True), mask=there)
+            else:
+                tl.store(scales.to(tl.pointer_type(tl.int32)) + group, bits, mask=there)
 
 
 _launches = Launches(quantize_rows_kernel)
 
 
 @cache
-def _constants(dtype: torch.dtype, hidden: int, align: int, how: Quantization) -> Constants:
+def _constants(dtype: torch.dtype, hidden: int, align: int, how: Quantization, counted: bool) -> Constants:
     group = min(power_of_two(hidden), _BLOCK) if how.group is None else how.group
     groups = 1 if how.group is None else min(power_of_two(how.scales(hidden)), _BLOCK // group)
     constants = row_constants(dtype, hidden, align) | {"GROUP": group, "GROUPS": groups, "WHOLE": how.group is None}
     constants |= {"POWERS": how.scale_dtype is not torch.float32, "DTYPE": ELEMENTS[dtype]}
-    constants |= {"SOFT": interpreted(quantize_rows_kernel)}
+    constants |= {"SOFT": interpreted(quantize_rows_kernel), "COUNTED": counted}
     return Constants(quantize_rows_kernel, constants, num_warps=4)
 
 
-def quantize_rows(x: torch.Tensor, out: torch.Tensor, scales_at: int, how: Quantization) -> None:
+def quantize_rows(
+    x: torch.Tensor, out: torch.Tensor, scales_at: int, how: Quantization, num_rows: torch.Tensor | None = None
+) -> None:
     """Write the float8_e4m3fn elements of each row to the first bytes of a packed row, and its scales behind them.
 
     Args:
         x: [T, H]; float32, bfloat16 or float16, the elements of a row adjacent, any stride between rows.
         out: int32 [T, W], contiguous; rows of a multiple of 16 bytes.
         scales_at: the byte of a row in which its scales begin, a multiple of 16. Other bytes are not written.
+        num_rows: int32 [1], at most T; read on the device: rows from there on are neither read nor written.
 
     Raises:
         ArgumentError: unsupported shape, dtype, stride or place.
@@ -161,18 +206,24 @@ def quantize_rows(x: torch.Tensor, out: torch.Tensor, scales_at: int, how: Quant
             f"out: {out.dtype} of shape {tuple(out.shape)}, scales at byte {scales_at}; allowed: contiguous int32 of "
             f"shape [{len(x)}, W], rows of a multiple of 16 bytes with room for {hidden} elements and their scales"
         )
+    if not x.numel():
+        return
     if not runs_on(x.device):
-        quantize_rows_cpu(x, out, scales_at, how)
-    elif x.numel():
-        address, stride = x.data_ptr(), x.stride(0)
-        align = row_alignment(x.dtype, hidden, address | stride * x.element_size())
-        constants = _constants(x.dtype, hidden, align, how)
-        steps = 1
-        if how.group is not None:
-            groups = min(power_of_two(how.scales(hidden)), _BLOCK // how.group)
-            steps = cdiv(hidden, how.group * groups)
-        numbers = address, out.data_ptr(), stride, out.stride(0) * 4, scales_at
-        _launches((len(x) * steps, 1, 1), x.device, (), numbers, constants)
+        number = len(x) if num_rows is None else int(num_rows)
+        quantize_rows_cpu(x[:number], out[:number], scales_at, how)
+        return
+    address, stride = x.data_ptr(), x.stride(0)
+    align = row_alignment(x.dtype, hidden, address | stride * x.element_size())
+    blocks = len(x)
+    if how.group is not None:
+        groups = min(power_of_two(how.scales(hidden)), _BLOCK // how.group)
+        blocks *= cdiv(hidden, how.group * groups)
+    # The rows of tokens are all there; of a buffer for received rows, which is often larger, programs find out.
+    programs = blocks if num_rows is None else programs_of(x.device, blocks)
+    numbers = address, out.data_ptr(), stride, out.stride(0) * 4, scales_at, len(x), programs
+    count = out if num_rows is None else num_rows
+    constants = _constants(x.dtype, hidden, align, how, num_rows is not None)
+    _launches((programs, 1, 1), x.device, (count,), numbers, constants)
 
 
 def quantize_rows_cpu(x: torch.Tensor, out: torch.Tensor, scales_at: int, how: Quantization) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...errors import ArgumentError, shown
-from ...kernels import MOST_K, MOST_PHYSICAL_EXPERTS, PAYLOADS, uploaded
+from ...kernels import MOST_K, MOST_PHYSICAL_EXPERTS, PAYLOADS, QUANTIZATIONS, QuantizedRows, uploaded
 from ...planner import SPLITS
 from ..environment import requested_poison
 from .node_ranks import NodeRanks, numbered
@@ -71,7 +71,10 @@ class DispatchConfig:
     two_level: bool | None = None
     payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None = None
     quantize: str | None = None
+    quantize_output: str | None = None
 
+    packed_output: PackedRows | None = field(init=False, compare=False)
+    """Likewise of combine, with quantize_output."""
     packed: PackedRows | None = field(init=False, compare=False)
     """Where payloads lie in a row of dispatch; None: rows are those of x."""
     rows: int = field(init=False)
@@ -138,7 +141,8 @@ class DispatchConfig:
             object.__setattr__(self, name, value)
 
     def _set_packed(self) -> None:
-        packed = packed_rows(self.payloads, self.quantize, self.hidden)
+        packed = packed_rows("quantize", self.quantize, self.hidden, self.payloads)
+        self._set(packed_output=packed_rows("quantize_output", self.quantize_output, self.hidden))
         if packed is not None and self.save == "redispatch":
             raise ArgumentError("save: 'redispatch' with payloads or quantize; allowed: 'buffer', 'copy'")
         if packed is not None and self.payloads is not None:
@@ -212,7 +216,19 @@ class DispatchConfig:
     @property
     def row_nbytes(self) -> int:
         """The mean of the bytes of a row as dispatch and combine send it."""
-        return (self.dispatched_nbytes + self.hidden * self.dtype.itemsize) // 2
+        return (self.dispatched_nbytes + self.combined_nbytes) // 2
+
+    @property
+    def combined_nbytes(self) -> int:
+        """The bytes of a row as combine sends it."""
+        return self.hidden * self.dtype.itemsize if self.packed_output is None else self.packed_output.nbytes
+
+    @property
+    def quantized_output(self) -> QuantizedRows | None:
+        """How combine quantizes rows."""
+        if self.quantize_output is None or self.packed_output is None:
+            return None
+        return QuantizedRows(QUANTIZATIONS[self.quantize_output], self.packed_output.begins[1])
 
     @property
     def most_pairs(self) -> int:
@@ -359,6 +375,7 @@ if TYPE_CHECKING:
         two_level: bool | None
         payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None
         quantize: str | None
+        quantize_output: str | None
 
 
 def takes_settings(*without: str) -> Callable[[Function], Function]:

@@ -117,6 +117,9 @@ class TokenDispatcher(TokenEngine):
             with a float32 scale for every 128 elements, "mxfp8": with a float8_e8m0fnu scale for every 32. A scale is
             the largest magnitude divided by 448, with "mxfp8" rounded up to a power of two. Gradients flow as if rows
             were not cast, in `dtype`. See `RoutedTokens.x`, `.scale` and `.dequantized`.
+        quantize_output: None, or how `combine` casts each row of the experts' output, with the values of `quantize`. A
+            row is multiplied out in float32 before it is weighted; sums are rounded to `dtype`, as without it. With
+            two_level=True only rows inside a node are cast. Gradients flow as if rows were not cast.
         device: default: the CPU.
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise

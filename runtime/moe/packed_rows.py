@@ -130,15 +130,18 @@ class Dequantize(torch.autograd.Function):
         return gradients[0], None, None, None
 
 
-def packed_rows(payloads: Any, quantize: str | None, hidden: int) -> PackedRows | None:
-    """Return where payloads lie in a row; None: rows are those of x.
+def packed_rows(name: str, quantize: str | None, hidden: int, payloads: Any = None) -> PackedRows | None:
+    """Return where payloads, or elements and scales, lie in a row; None: rows are not packed.
+
+    Args:
+        name: of the setting `quantize`.
 
     Raises:
         ArgumentError: a description of payloads or a quantization that is not allowed.
     """
     if quantize is not None:
         if quantize not in QUANTIZATIONS:
-            raise ArgumentError(f"quantize: {quantize!r}; allowed: {', '.join(map(repr, QUANTIZATIONS))}, None")
+            raise ArgumentError(f"{name}: {quantize!r}; allowed: {', '.join(map(repr, QUANTIZATIONS))}, None")
         if payloads is not None:
             raise ArgumentError(f"payloads: {shown(payloads)} with quantize={quantize!r}; allowed: one of them")
         how = QUANTIZATIONS[quantize]

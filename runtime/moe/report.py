@@ -106,7 +106,7 @@ def on_wire(
     again = row if config.save == "redispatch" else 0
     per_pair = {
         "dispatch": (config.dispatched_nbytes + 4, counts),
-        "combine": (row, 0),
+        "combine": (config.combined_nbytes, 0),
         "backward of combine": (row + 4 + again, 0),
         "backward of dispatch": (row + 4, 0),
     }

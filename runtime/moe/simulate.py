@@ -35,8 +35,8 @@ class VirtualTokenDispatcher(TokenEngine):
     Args:
         size: W, the number of ranks, at least 1.
         num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout, expert_map,
-            save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, two_level, payloads, quantize, device: as
-            for TokenDispatcher.
+            save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, two_level, payloads, quantize,
+            quantize_output, device: as for TokenDispatcher.
         one_sided: True: ranks write into each other's buffers; False: they send and receive, as over a network.
         nodes: with one_sided=False, the node of each rank, which decides the order of sums. With two_level=True ranks
             of a node write into each other's buffers.

@@ -59,6 +59,7 @@ def check(x: torch.Tensor, how: Quantization) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantize_rows_cpu(name: str, hidden: int, dtype: torch.dtype) -> None:
     check(rows_of(4, hidden, dtype), QUANTIZATIONS[name])
+    check_counted(rows_of(4, hidden, dtype), QUANTIZATIONS[name])
 
 
 @pytest.mark.interp
@@ -71,6 +72,16 @@ def test_quantize_rows(name: str, hidden: int, dtype: torch.dtype) -> None:
     wide[:, 1 : hidden + 1] = x
     check(wide[:, 1 : hidden + 1], QUANTIZATIONS[name])
     check(x[:0], QUANTIZATIONS[name])
+    check_counted(x, QUANTIZATIONS[name])
+
+
+def check_counted(x: torch.Tensor, how: Quantization) -> None:
+    """Rows from `num_rows` on are not written."""
+    *_, whole = packed(x, how)
+    for count in (0, 1, len(x) - 1):
+        out = torch.full_like(whole, -7)
+        quantize_rows(x, out, -(-x.shape[1] // 16) * 16, how, torch.tensor([count], dtype=torch.int32))
+        assert torch.equal(out[:count], whole[:count]) and (out[count:] == -7).all()
 
 
 @pytest.mark.parametrize("name", QUANTIZATIONS)

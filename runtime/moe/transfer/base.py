@@ -27,6 +27,7 @@ from ....kernels import (
     fill_rows,
     gather_values,
     group_rows,
+    quantize_rows,
     route_rows,
     uploaded,
     weigh_rows,
@@ -213,11 +214,14 @@ class TokenTransfer:
     ) -> Steps[torch.Tensor | None]:
         """Write each token's sum to `out`. With `numbers`, float32 [rows], return those of each pair, [T, K]."""
 
+        # Gradients are not quantized.
+        quantized = self.config.quantized_output if numbers is None else None
+
         def read(buffers: Sequence[Buffers], release: WindowSignals | None = None) -> list[torch.Tensor]:
-            combine_rows(record.rows, buffers[0], out, weights, add, self.launch, release, self._nodes)
+            combine_rows(record.rows, buffers[0], out, weights, add, self.launch, release, self._nodes, quantized)
             return [out, *[gather_values(record.rows, numbers) for numbers in buffers[1:]]]
 
-        given = (values,) if numbers is None else (values, numbers)
+        given = (self._output(values, record),) if numbers is None else (values, numbers)
         _, *of_pairs = yield from self._fetch(COMBINE if numbers is None else UNDISPATCH, record, given, read)
         return of_pairs[0] if of_pairs else None
 
@@ -250,6 +254,16 @@ class TokenTransfer:
             yield from self._deliver(delivery._replace(take=weigh))
             of_weights = yield from self._fetch_numbers(record, numbers)
         return copied(own, outs, record.groups)[0], of_weights
+
+    def _output(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
+        """Return the rows that a combine of `values`, [rows, H], sends."""
+        quantized, packed = self.config.quantized_output, self.config.packed_output
+        if quantized is None or packed is None:
+            return values
+        values = values if values.shape[1] == 1 or values.stride(1) == 1 else values.contiguous()
+        rows = self._empty((len(values), packed.words), torch.int32)
+        quantize_rows(values, rows, quantized.scales_at, quantized.how, record.groups.num_rows)
+        return rows
 
     def _launch_of(self, rows: torch.Tensor) -> RowLaunch:
         """Return how rows are pushed: packed ones differ from those of the experts' output."""

@@ -40,7 +40,7 @@ class PushTransfer(TokenTransfer):
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
-        read = config.rows * config.hidden * config.dtype.itemsize
+        read = config.rows * config.combined_nbytes
         return {**super().nbytes(config, chunk_capacity), "expert output that peers read, during combine": read}
 
     def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:

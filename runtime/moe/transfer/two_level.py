@@ -127,12 +127,13 @@ class TwoLevelTransfer(PushTransfer):
     ) -> Steps[torch.Tensor | None]:
         operation = COMBINE if numbers is None else UNDISPATCH
         forwards, forwarded = _forwarded(record)
-        given = (values,) if numbers is None else (values, numbers)
+        quantized = self.config.quantized_output if numbers is None else None
+        given = (self._output(values, record),) if numbers is None else (values, numbers)
         buffers = yield from self._offer(operation, *[self._addressable(x, record) for x in given])
         n, hidden, dtype = int(forwards.sends.sum()), self.config.hidden, self.config.dtype
         returned = self._empty((len(forwarded.key), hidden), dtype)
         their_weights = None if weights is None else forwards.weights[: len(returned)]
-        combine_rows(forwarded, buffers[0], returned, their_weights, None, self.launch)
+        combine_rows(forwarded, buffers[0], returned, their_weights, None, self.launch, quantized=quantized)
         others = self._empty((n, hidden), dtype)
         # In float32 the first two nodes may be added in any order, and so in the result itself.
         here = dtype is torch.float32 and add is None and self._node < 2
@@ -140,7 +141,7 @@ class TwoLevelTransfer(PushTransfer):
         of_pairs: list[torch.Tensor] = []
 
         def sum_own() -> None:
-            combine_rows(record.rows, buffers[0], own, weights, None, self.launch)
+            combine_rows(record.rows, buffers[0], own, weights, None, self.launch, quantized=quantized)
             if numbers is not None:
                 of_pairs.append(gather_values(record.rows, buffers[1]))
 

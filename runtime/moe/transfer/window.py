@@ -55,7 +55,7 @@ def uses_buffer_pool(config: DispatchConfig) -> bool:
 
 def buffer_nbytes(config: DispatchConfig) -> int:
     """Return the bytes of the rows of one dispatch, or of the experts' output, whichever are more."""
-    return config.rows * max(config.dispatched_nbytes, config.hidden * config.dtype.itemsize)
+    return config.rows * max(config.dispatched_nbytes, config.hidden * config.dtype.itemsize, config.combined_nbytes)
 
 
 def _parts(config: DispatchConfig) -> tuple[int, int, int]:
@@ -84,7 +84,7 @@ class WindowTransfer(TokenTransfer):
         self._repeated: dict[tuple[Any, ...], RepeatedDispatch] = {}
         self._window.build(config.dtype)
         self._window.build(torch.float32)
-        if config.packed is not None:
+        if config.packed is not None or config.packed_output is not None:
             self._window.build(torch.int32)
         first, parts = 0, []
         for nbytes in _parts(config):
@@ -107,6 +107,11 @@ class WindowTransfer(TokenTransfer):
         packed = config.packed is not None
         self._received = self._buffers(pieces[:1], *of_dispatch) if packed else self._rows
         self._received_candidates = self._buffers(pieces, *of_dispatch) if packed else self._candidates
+        self._outputs, self._output_candidates = self._rows, self._candidates
+        if config.packed_output is not None:
+            of_combine = (config.rows, config.packed_output.words), torch.int32
+            self._outputs = self._buffers(pieces[:1], *of_combine)
+            self._output_candidates = self._buffers(pieces, *of_combine)
 
     def _buffers(
         self, pieces: Sequence[Mapping[int, torch.Tensor]], shape: tuple[int, ...], dtype: torch.dtype
@@ -273,14 +278,17 @@ class WindowTransfer(TokenTransfer):
 
     def _offered(self, values: torch.Tensor, num_rows: torch.Tensor, barrier: WindowBarrier | None = None) -> Buffers:
         """Bring rows to where peers read them; return the buffers that all ranks' rows are in after the barrier."""
-        window = self._rows.tensors[self.me]
+        of_window, candidates = self._rows, self._candidates
+        if values.dtype is torch.int32:  # quantized
+            of_window, candidates = self._outputs, self._output_candidates
+        window = of_window.tensors[self.me]
         if self._pool is None:
             if barrier is None:
                 copy_rows(values.contiguous(), window, num_rows)
             else:
                 offer_rows(values.contiguous(), window, num_rows, None, 0, 0, barrier)
                 self._acquired()
-            return self._rows
+            return of_window
         lent = self._pool.lent(values) if values.is_contiguous() else None
         values, to = (values.contiguous(), window) if lent is None else (values, None)
         matrix = self._matrices.tensors[self.me]
@@ -291,7 +299,7 @@ class WindowTransfer(TokenTransfer):
         if lent is not None:
             # Kept until this rank has waited for the peers that read it: then it may be written again.
             self._window.after_acquire[capturing(self.device)] = partial(self._pool.follow, values)
-        return self._wanted(self._candidates)
+        return self._wanted(candidates)
 
     def _wanted(self, candidates: Buffers) -> ChosenBuffers:
         """The buffers whose indices all ranks have sent, until they leave the window."""
