@@ -115,7 +115,8 @@ class Specialisation:
         k = c.get("K", 0)
         both = {
             "push_rows": (1, k + 1),
-            "combine_rows": (k + c.get("HAS_ADD", 0), 1),
+            # Elements of quantized rows have bytes of their own.
+            "combine_rows": (k * (not c.get("GROUP")) + c.get("HAS_ADD", 0), 1),
             "weigh_rows": (2, 1),
             "copy_rows": (1, 1),
             "receive_rows": (c.get("COPY", 0), c.get("COPY", 0) + c.get("FILL", 0)),
@@ -349,7 +350,7 @@ def layers() -> Iterator[Layer]:
         for options in (batched, batched | {"chunk_capacity": 1.25}, {"save": "copy"}):
             yield replace(layer, options=options)
         for quantize, dtype in product(QUANTIZATIONS, dtypes):
-            yield replace(layer, dtype=dtype, options={"quantize": quantize})
+            yield replace(layer, dtype=dtype, options={"quantize": quantize, "quantize_output": quantize})
         yield replace(layer, odd=True, options={"quantize": "fp8_128", "save": "copy", "zero_rows": True})
     for (hidden, top_k, experts), dtype in product(((4097, 3, 60), (2500, 1, 3), (20, 6, 300)), dtypes):
         yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype, options={"save": "copy", "zero_rows": True})

@@ -38,6 +38,10 @@ class PackedRows:
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
 
+    def __str__(self) -> str:
+        named = zip(self.dtypes, self.shapes, strict=True)
+        return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in named)
+
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The bytes of each payload."""

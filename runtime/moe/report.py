@@ -29,6 +29,10 @@ def explain(config: DispatchConfig, algorithms: Sequence[Algorithm], transport: 
     ]
     if config.zero_rows is not None:
         lines.append(f"  rows from num_rows on are {'zero' if config.zero_rows else 'not initialised'}")
+    if config.packed is not None:
+        lines.append(f"  dispatch sends {config.dispatched_nbytes} bytes a row: {config.packed}")
+    if config.packed_output is not None:
+        lines.append(f"  combine sends {config.combined_nbytes} bytes a row: {config.packed_output}")
     for algorithm in algorithms:
         capacity = _chunk_capacity(config, algorithm)
         memory, wire = algorithm.nbytes(config, capacity), on_wire(config, algorithm, capacity)

@@ -41,6 +41,7 @@ from shardweave.kernels.tokens.route_rows import route_rows_kernel
 from shardweave.kernels.tokens.rows import RowLaunch, row_alignment, row_constants
 from shardweave.kernels.tokens.weigh_rows import weigh_rows_kernel
 from shardweave.kernels.window_use import use_constants
+from shardweave.runtime.moe.packed_rows import packed_rows
 
 pytestmark = pytest.mark.aot
 
@@ -271,6 +272,23 @@ def test_quantize_rows_is_vectorised_and_does_not_spill(target, quantize, dtype,
         assert {width for op, width in results if op == "store"} & {4, 8, 16}
 
 
+@each_target
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype, hidden, k", [(torch.bfloat16, 7168, 8), (torch.float32, 2500, 3)], ids=str)
+def test_combine_rows_of_quantized_rows_does_not_spill(target, quantize, dtype, hidden, k):
+    how, rows = QUANTIZATIONS[quantize], packed_rows("quantize", quantize, hidden)
+    constants = {**row_launch(dtype, hidden), "K": k, "DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "HAS_ADD": False}
+    constants |= {"SOFT": False, "enable_fp_fusion": False, "CHOSEN": True, "NESTED": False}
+    constants |= {"POISON": poison_word(dtype)[0], "GROUP": how.group or hidden, "ROW_BYTES": rows.nbytes}
+    constants |= {"POWERS": how.scale_dtype is not torch.float32, "SCALES_AT": rows.begins[1]}
+    constants |= signalling(target, constants["num_warps"])
+    compiled = compile_kernel(combine_rows_kernel, target, constants)
+    assert_no_spill(compiled, target)
+    elements = 2048 // (TARGETS[target].warp_size * 4)  # of a thread, each 1 byte
+    if dtype is torch.bfloat16:
+        assert accesses(compiled, target)["load", min(elements, 16)] >= k
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("size", [1, 4, 224, 226])
 def test_copy_columns_does_not_spill(target, size):
@@ -319,7 +337,7 @@ LAYERS = (
     ),
     Layer("batched", 64, 1, 5, 2, 7, options={"expert_capacity": 3, "layout": "batched"}),
     Layer("chunks", 64, 1, 5, 2, 7, options={"chunk_capacity": 1.25}),
-    Layer("fp8", 7168, 8, 256, 2, 300, options={"quantize": "fp8_128"}),
+    Layer("fp8", 7168, 8, 256, 2, 300, options={"quantize": "fp8_128", "quantize_output": "fp8_128"}),
 )
 
 

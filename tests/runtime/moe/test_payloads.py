@@ -440,6 +440,15 @@ def test_unused_rows_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
             assert r.weights[n:].isnan().all()
 
 
+def test_explain_states_the_bytes_of_rows() -> None:
+    text = virtual(quantize="fp8_128", quantize_output="fp8_row").explain()
+    assert "dispatch sends 64 bytes a row: float8_e4m3fn [40], float32 [1]\n" in text
+    assert "combine sends 64 bytes a row: float8_e4m3fn [40], float32 []\n" in text
+    plain, packed = virtual(payloads=[(torch.uint8, 8000)]), virtual()
+    each = [d.transfers[0].nbytes(d.config, None)["rows received, held until backward"] for d in (plain, packed)]
+    assert each[0] == plain.config.rows * 8004 and each[1] == packed.config.rows * (2 * H + 4)
+
+
 def test_equal_configs() -> None:
     """However shapes are given; dtypes and shapes belong to the fingerprint that ranks compare."""
 
