@@ -26,6 +26,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LAYOUTS = ("grouped", "batched")
 OVERFLOWS = ("raise", "drop")
 SAVES = ("buffer", "redispatch", "copy")
+OF_ROWS = "payloads", "quantize"
+"""Settings that change what `routed.x` is: not for callers that pass it to experts as it is."""
 MOST_POOLED_BUFFERS = 1 << 10
 MOST_RANKS = 1 << 20
 MOST_SMS = 1 << 10
