@@ -100,10 +100,10 @@ def _as_words(payload: torch.Tensor, size: int) -> torch.Tensor:
     """Return `payload`, [T, ...] of `size` bytes a token, as integers [T, n], of the widest type that its memory
     allows."""
     item = payload.dtype.itemsize
-    if payload.dtype.is_complex:
-        payload = payload.resolve_conj()
+    if payload.is_floating_point() or payload.is_complex():
+        payload = payload.resolve_conj().resolve_neg()
     if item in _WORDS:  # there are no copies of some dtypes
-        payload = payload.resolve_neg().view(_WORDS[item])
+        payload = payload.view(_WORDS[item])
     values = payload.reshape(len(payload), -1)
     if values.stride(1) != 1:
         values = values.contiguous()
@@ -144,7 +144,7 @@ def packed_rows(name: str, quantize: str | None, hidden: int, payloads: Any = No
         ArgumentError: a description of payloads or a quantization that is not allowed.
     """
     if quantize is not None:
-        if quantize not in QUANTIZATIONS:
+        if not isinstance(quantize, str) or quantize not in QUANTIZATIONS:
             raise ArgumentError(f"{name}: {quantize!r}; allowed: {', '.join(map(repr, QUANTIZATIONS))}, None")
         if payloads is not None:
             raise ArgumentError(f"payloads: {shown(payloads)} with quantize={quantize!r}; allowed: one of them")

@@ -185,6 +185,21 @@ def check_virtual(
         assert torch.equal(y, torch.tensor(kept, dtype=torch.bfloat16)[:, None].expand(-1, H))
 
 
+def test_payloads_of_odd_memory() -> None:
+    """Expanded, transposed, conjugated and negated tensors, of a single token as well."""
+    z, many = torch.randn(5, 3, dtype=torch.complex64), [(torch.complex64, 3)] * 2 + [(torch.float32, (2, 3))] * 3
+    wide = torch.arange(6.0).view(1, 6)
+    given = [z.conj(), z.t().contiguous().t(), torch.arange(6.0).view(2, 3).expand(5, 2, 3),
+             torch.randn(3, 2, 5).permute(2, 1, 0), z.conj().imag[:, None].expand(5, 2, 3)]  # fmt: skip
+    assert given[0].is_conj() and given[4].is_neg()
+    for n in (5, 1):
+        d = VirtualTokenDispatcher(1, num_experts=1, top_k=1, hidden=2, max_tokens=5, payloads=[*many, (wide.dtype, 6)])
+        payloads = [p[:n] for p in given] + [wide.expand(n, 6)]
+        (r,) = d.dispatch([payloads], [torch.zeros(n, 1, dtype=torch.int64)], [torch.ones(n, 1)])
+        for got, want in zip(r.payloads, payloads, strict=True):
+            assert torch.equal(got[:n], want)
+
+
 @pytest.mark.long
 def test_random_payloads_and_settings() -> None:
     draw = random.Random(3)
@@ -380,6 +395,7 @@ def given(payloads: Any = FP8) -> tuple[list[Any], list[torch.Tensor], list[torc
         ({"payloads": [(torch.uint8, 2.0)]}, r"payloads\[0\]"),
         ({"payloads": [(torch.uint8, (1 << 20, 1 << 20))]}, "bytes a token; allowed: 67108864"),
         ({"quantize": "fp4"}, "quantize: 'fp4'; allowed: 'fp8_row', 'fp8_128', 'mxfp8', None"),
+        ({"quantize": ["mxfp8"]}, "quantize: .*; allowed: 'fp8_row'"),
         ({"quantize": "mxfp8", "payloads": FP8}, "allowed: one of them"),
         ({"quantize": "mxfp8", "save": "redispatch"}, "save: 'redispatch' with payloads"),
     ],
