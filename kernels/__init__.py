@@ -14,6 +14,7 @@ from .reduce_cpu import reduce_views
 from .signal import build_signal, signal, wait_limit
 from .tiling import Launch, LaunchConfig
 from .tokens.combine_rows import combine_rows, gather_values
+from .tokens.copy_columns import copy_columns
 from .tokens.copy_rows import copy_rows, fill_rows
 from .tokens.count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, CountShare, count_pairs
 from .tokens.group_rows import Groups, PhysicalExperts, group_rows
@@ -21,6 +22,7 @@ from .tokens.locate_rows import MOST_K, locate_rows
 from .tokens.offer_rows import offer_rows
 from .tokens.pairs_cpu import Pairs
 from .tokens.push_rows import padding_rows, push_rows
+from .tokens.quantize_rows import QUANTIZATIONS, Quantization, QuantizedRows, dequantize_rows, quantize_rows
 from .tokens.receive_rows import receive_rows
 from .tokens.repeated_dispatch import RepeatedDispatch
 from .tokens.route_rows import route_rows
@@ -37,6 +39,9 @@ __all__ = [
     "MOST_PHYSICAL_EXPERTS",
     "PAYLOADS",
     "Pairs",
+    "QUANTIZATIONS",
+    "Quantization",
+    "QuantizedRows",
     "SLOT",
     "UNLIMITED",
     "AddressTables",
@@ -73,9 +78,11 @@ __all__ = [
     "copy_boxes",
     "copy_boxes_kernel",
     "copy_boxes_cpu",
+    "copy_columns",
     "copy_launches",
     "copy_rows",
     "copy_table",
+    "dequantize_rows",
     "fill_rows",
     "gather_values",
     "group_rows",
@@ -87,6 +94,7 @@ __all__ = [
     "processors_of",
     "padding_rows",
     "push_rows",
+    "quantize_rows",
     "receive_rows",
     "recorded_launches",
     "reduce_boxes",

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import shardweave.kernels
 from shardweave.bench.workloads import load_workloads
 from shardweave.kernels import (
+    QUANTIZATIONS,
     Buffers,
     ChosenBuffers,
     CountShare,
@@ -115,7 +116,8 @@ class Specialisation:
         k = c.get("K", 0)
         both = {
             "push_rows": (1, k + 1),
-            "combine_rows": (k + c.get("HAS_ADD", 0), 1),
+            # Elements of quantized rows have bytes of their own.
+            "combine_rows": (k * (not c.get("GROUP")) + c.get("HAS_ADD", 0), 1),
             "weigh_rows": (2, 1),
             "copy_rows": (1, 1),
             "receive_rows": (c.get("COPY", 0), c.get("COPY", 0) + c.get("FILL", 0)),
@@ -348,8 +350,13 @@ def layers() -> Iterator[Layer]:
             yield replace(layer, dtype=dtype, options={"zero_rows": True})
         for options in (batched, batched | {"chunk_capacity": 1.25}, {"save": "copy"}):
             yield replace(layer, options=options)
+        for quantize, dtype in product(QUANTIZATIONS, dtypes):
+            yield replace(layer, dtype=dtype, options={"quantize": quantize, "quantize_output": quantize})
+        yield replace(layer, odd=True, options={"quantize": "fp8_128", "save": "copy", "zero_rows": True})
     for (hidden, top_k, experts), dtype in product(((4097, 3, 60), (2500, 1, 3), (20, 6, 300)), dtypes):
         yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype, options={"save": "copy", "zero_rows": True})
+        for quantize in QUANTIZATIONS if dtype is torch.bfloat16 else ():
+            yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype, options={"quantize": quantize})
 
 
 def dispatches(layers: Iterable[Layer]) -> Iterator[Run]:
@@ -379,7 +386,8 @@ def _train(layer: Layer) -> None:
     xs = [x[:, int(layer.odd) :] for x in wide]
     ids = of_all(layer.tokens, layer.top_k, dtype=layer.ids)
     routed = dispatcher.dispatch(xs, ids, of_all(layer.tokens, layer.top_k, dtype=torch.float32, wanted=True))
-    values, every = [r.x * 1 for r in routed], torch.autograd.grad
+    every = torch.autograd.grad
+    values = [(r.x if r.scale is None else r.dequantized()) * 1 for r in routed]
     for r in routed:
         shape = *r.x.shape[:-1], 2 * layer.hidden + layer.odd
         both = torch.empty(shape, dtype=layer.dtype, device=_NOWHERE, requires_grad=True)

@@ -152,6 +152,14 @@ def targets(measuring: Measuring) -> Iterator[Target]:
         f"decode: route + push + combine, {few}", "µs", 60.0, False,
         lambda case: measuring.latency(case, VirtualRank(few, device).both, sets),
     )  # fmt: skip
+    yield Target(
+        f"decode in fp8: quantize + route + push + combine, {few}", "µs", 60.0, False,
+        lambda case: measuring.latency(case, VirtualRank(few, device).both_quantized, sets),
+    )  # fmt: skip
+    yield Target(
+        f"quantize_rows, {large}", "µs", 40.0, False,
+        lambda case: measuring.latency(case, rank.quantized, measuring.sets(large.quantized, 2 * large.quantized)),
+    )  # fmt: skip
     for name, bound, make, rivals in (
         ("push_rows", 1.0, push, permuting),
         ("combine_rows", 1.0, rank.combine, combining),

@@ -15,16 +15,21 @@ import torch
 
 from shardweave.bench.gpu.kernel_cases import Made, checked, poisoned, random_buffer
 from shardweave.kernels import (
+    QUANTIZATIONS,
     Buffers,
     CountShare,
     Groups,
     TokenRows,
     combine_rows,
+    copy_columns,
     count_pairs,
     push_rows,
+    quantize_rows,
     route_rows,
 )
 from shardweave.kernels.tokens.group_rows import PhysicalExperts
+from shardweave.kernels.tokens.quantize_rows import quantize_rows_cpu
+from shardweave.runtime.moe.packed_rows import PackedRows, packed_rows
 
 FEW_SETS = 4  # of inputs; a router has just written them, so they may be in the cache
 
@@ -48,12 +53,18 @@ class Shape:
         return (1 + self.top_k) * self.tokens * self.hidden * 2
 
     @property
+    def quantized(self) -> int:
+        """Bytes of the tokens, read in bfloat16 and written in float8."""
+        return self.tokens * self.hidden * 3
+
+    @property
     def buffers(self) -> int:
         """About the bytes of the buffers of all ranks; a call touches those of one."""
         return self.ranks * self.moved
 
 
 LARGE, FEW = Shape(4096, 7168, 8, 256, 8), Shape(128, 7168, 8, 256, 8)  # training and decoding of DeepSeek-V3
+QUANTIZE = "fp8_128"
 DRY_LARGE, DRY_FEW = Shape(8, 64, 2, 8, 4), Shape(3, 64, 2, 8, 4)
 
 
@@ -156,6 +167,47 @@ class VirtualRank:
 
         return checked(lambda: count_pairs(ids, self.shape.experts), right)
 
+    def quantized(self) -> Made:
+        """quantize_rows alone, with a scale for every 128 elements."""
+        x, rows = self.tokens(), _packed(self.shape)
+        out = poisoned(len(x) * rows.words, torch.int32, self.device).view(len(x), rows.words)
+        call = partial(quantize_rows, x, out, rows.begins[1], QUANTIZATIONS[QUANTIZE])
+        return call, lambda: out.equal(self._quantized(x))
+
+    def _quantized(self, x: torch.Tensor) -> torch.Tensor:
+        """The packed rows of tokens, in torch operations on the CPU; other bytes are poison."""
+        rows = _packed(self.shape)
+        out = poisoned(len(x) * rows.words, torch.int32, torch.device("cpu")).view(len(x), rows.words)
+        quantize_rows_cpu(x.cpu(), out, rows.begins[1], QUANTIZATIONS[QUANTIZE])
+        return out.to(self.device)
+
+    def both_quantized(self) -> Made:
+        """A whole dispatch of rows that are quantized first, their scales copied out, and the combine of others."""
+        x, rows, (numbers, weight_buffers) = self.tokens(), _packed(self.shape), self.numbers()
+        out = poisoned(len(x) * rows.words, torch.int32, self.device).view(len(x), rows.words)
+        whole = poisoned(self.shape.ranks * self.rows * rows.words, torch.int32, self.device).view(-1, rows.words)
+        buffers = Buffers(whole.split(self.rows))
+        own = buffers.tensors[self.me]
+        scales = poisoned(self.rows * rows.sizes[1] // 4, torch.float32, self.device).view(self.rows, -1)
+        number = torch.full((1,), self.rows, dtype=torch.int32, device=self.device)
+        combine, combined = self.combine()
+
+        def call() -> None:
+            quantize_rows(x, out, rows.begins[1], QUANTIZATIONS[QUANTIZE])
+            groups, located = self.route()
+            push_rows(out, located, buffers, groups, self.me, self.weights, weight_buffers, most_padding=0)
+            copy_columns(own, rows.begins[1], scales, number)
+            combine()
+
+        def right() -> bool:
+            first = rows.begins[1] // 4
+            copied = own[:, first : first + scales.shape[1]].equal(scales.view(torch.int32))
+            want = self._quantized(x)
+            pushed = all(bool(whole[self.at[:, k]].equal(want)) for k in range(self.shape.top_k))
+            return copied and pushed and bool(numbers[self.at].equal(self.weights)) and combined()
+
+        return call, right
+
     def both(self) -> Made:
         """A whole dispatch, and the combine of other values."""
         push, pushed = self.push(routing=True)
@@ -166,6 +218,12 @@ class VirtualRank:
             combine()
 
         return call, lambda: pushed() and combined()
+
+
+def _packed(shape: Shape) -> PackedRows:
+    rows = packed_rows("quantize", QUANTIZE, shape.hidden)
+    assert rows is not None
+    return rows
 
 
 def verified(made: list[Made]) -> list[Callable[[], object]]:

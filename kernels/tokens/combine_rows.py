@@ -24,6 +24,7 @@ from ...errors import ArgumentError
 from ..dtypes import ELEMENTS, decode, encode, poison_word
 from ..fused_signals import is_last_program, overwrite
 from ..launch import Constants, Launches, interpreted, runs_on
+from .quantize_rows import QuantizedRows
 from .rows import (
     CHUNK,
     PAYLOADS,
@@ -44,6 +45,16 @@ PAIRS = tl.constexpr(256)  # values gathered by a program
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr, SOFT: tl.constexpr):
     return decode(encode(value, DTYPE, SOFT), DTYPE, SOFT)
+
+
+@triton.jit
+def scale_of(scales, group, present, POWERS: tl.constexpr):
+    """The scales of groups, float32; `scales`: the address of those of a row."""
+    if POWERS:
+        exponent = tl.load(scales.to(tl.pointer_type(tl.uint8)) + group, mask=present, other=0)
+        return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(scales.to(tl.pointer_type(tl.float32)) + group, mask=present, other=0.0)
 
 
 @triton.jit(
@@ -77,6 +88,10 @@ def combine_rows_kernel(
     HAS_ADD: tl.constexpr,
     CHOSEN: tl.constexpr,
     NESTED: tl.constexpr,  # whether destinations are on several nodes
+    GROUP: tl.constexpr,  # elements of a scale; 0: rows are not quantized
+    POWERS: tl.constexpr,  # whether scales are powers of two, of 8 bits
+    ROW_BYTES: tl.constexpr,  # of a quantized row
+    SCALES_AT: tl.constexpr,  # the byte of a quantized row in which its scales begin
     SOFT: tl.constexpr,
     POISON: tl.constexpr,  # 8 bytes
     PEERS: tl.constexpr,  # 0: no window is released
@@ -102,10 +117,16 @@ def combine_rows_kernel(
             kept = row >= 0
             destination = key // K
             base = address_of(buffers, choice, error, choice_stride, destination, kept, CHOSEN)
-            # An address that was an integer has lost its alignment.
-            source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
             present = inside & (tl.broadcast_to(row, [COLS]) >= 0)
-            value = decode(tl.load(source + c, mask=present, other=0), DTYPE, SOFT)
+            # An address that was an integer has lost its alignment.
+            if GROUP > 0:
+                quantized = tl.multiple_of(base.to(tl.pointer_type(tl.int8)), 16) + row.to(tl.int64) * ROW_BYTES
+                value = decode(tl.load(quantized + c, mask=present, other=0), tl.float8e4nv, True)
+                scales = base + (row.to(tl.int64) * ROW_BYTES + SCALES_AT)
+                value = value * scale_of(scales, c // GROUP, present, POWERS)
+            else:
+                source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
+                value = decode(tl.load(source + c, mask=present, other=0), DTYPE, SOFT)
             if HAS_WEIGHTS:
                 value = value * tl.load(weights + t * weight_stride + key % K, mask=kept, other=0.0)
             moved = kept & (destination != last)
@@ -146,6 +167,7 @@ def combine_rows(
     launch: RowLaunch | None = None,
     release: WindowSignals | None = None,
     nodes: torch.Tensor | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> None:
     """Write each token's weighted sum over its rows to `out`.
 
@@ -159,17 +181,21 @@ def combine_rows(
         release: the window to release afterwards; if this rank has failed, `out`, which is contiguous, is overwritten
             before. Only where kernels run.
         nodes: int32 [W], the node of each destination, ascending; default: they share one.
+        quantized: how rows were quantized; `buffers` are then packed rows, int32, each value an element times its scale
+            in float32.
 
     Raises:
         ArgumentError: unsupported shape or dtype.
     """
     tokens, k = rows.key.shape
-    hidden = buffers.shape[1]
-    if buffers.dtype not in PAYLOADS:
-        raise ArgumentError(f"buffers: {buffers.dtype}; allowed: float32, bfloat16, float16")
-    check_rows("out", out, (tokens, hidden), buffers.dtype)
+    hidden, dtype = (buffers.shape[1], buffers.dtype) if quantized is None else (out.shape[-1], out.dtype)
+    if dtype not in PAYLOADS:
+        raise ArgumentError(f"buffers: {dtype}; allowed: float32, bfloat16, float16")
+    if quantized is not None:
+        quantized.check(buffers.dtype, buffers.shape, hidden)
+    check_rows("out", out, (tokens, hidden), dtype)
     if add is not None:
-        check_rows("add", add, (tokens, hidden), buffers.dtype)
+        check_rows("add", add, (tokens, hidden), dtype)
     if weights is not None and (weights.shape != (tokens, k) or weights.dtype is not torch.float32):
         raise ArgumentError(
             f"weights: {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of shape {(tokens, k)}"
@@ -179,7 +205,7 @@ def combine_rows(
             f"nodes: {nodes.dtype} of shape {tuple(nodes.shape)}; allowed: int32 of shape {(len(buffers),)}"
         )
     if not runs_on(out.device):
-        combine_rows_cpu(rows, buffers, out, weights, add, nodes)
+        combine_rows_cpu(rows, buffers, out, weights, add, nodes, quantized)
         return
     launch = launch or RowLaunch.for_rows(hidden, out.element_size())
     table, bits = buffers.table()
@@ -188,6 +214,7 @@ def combine_rows(
     added = out if add is None else add
     if tokens or release is not None:
         to, stride, of, of_stride = out.data_ptr(), out.stride(0), added.data_ptr(), added.stride(0)
+        bits = bits if quantized is None else 0  # packed rows are aligned
         align = row_alignment(out.dtype, hidden, bits | to | of | (stride | of_stride) * out.element_size())
         given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
         choice = buffers.choice
@@ -201,7 +228,7 @@ def combine_rows(
             (to, stride, of, of_stride, weight_stride, index.stride(0), blocks, programs),
             _constants(
                 out.dtype, k, hidden, align, launch, weights is not None, add is not None, choice is not None,
-                nodes is not None, peers,
+                nodes is not None, peers, quantized, buffers.shape[1] * 4,
             ),
         )  # fmt: skip
 
@@ -221,10 +248,16 @@ def _constants(
     chosen: bool,
     nested: bool,
     peers: int,
+    quantized: QuantizedRows | None,
+    row_bytes: int,
 ) -> Constants:
     constants = row_constants(dtype, hidden, align) | {"K": k, "COLS": launch.columns, "DTYPE": ELEMENTS[dtype]}
     constants |= {"HAS_WEIGHTS": has_weights, "HAS_ADD": has_add, "CHOSEN": chosen, "NESTED": nested}
-    constants |= {"SOFT": interpreted(combine_rows_kernel), "POISON": poison_word(dtype)[0]}
+    scaled = {"GROUP": 0, "POWERS": False, "ROW_BYTES": 0, "SCALES_AT": 0}
+    if quantized is not None:
+        group, powers = quantized.how.group or hidden, quantized.how.scale_dtype is not torch.float32
+        scaled = {"GROUP": group, "POWERS": powers, "ROW_BYTES": row_bytes, "SCALES_AT": quantized.scales_at}
+    constants |= scaled | {"SOFT": interpreted(combine_rows_kernel), "POISON": poison_word(dtype)[0]}
     constants |= signal_constants(peers, launch.num_warps)
     # A fused multiply-add would round once less than the definition.
     return Constants(combine_rows_kernel, constants, num_warps=launch.num_warps, enable_fp_fusion=False)
@@ -237,14 +270,15 @@ def combine_rows_cpu(
     weights: torch.Tensor | None,
     add: torch.Tensor | None,
     nodes: torch.Tensor | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> None:
     """combine_rows in torch operations, some tokens at a time so that intermediates stay in the cache."""
-    k, hidden, dtype = rows.key.shape[1], buffers.shape[1], buffers.dtype
+    k, hidden, dtype = rows.key.shape[1], out.shape[1], out.dtype
     numbers = None if weights is None else weights.reshape(-1)
     node_of = None if nodes is None else nodes.tolist()
     pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(hidden, 1))
     # One scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
-    scratch = torch.empty((most * k, hidden), dtype=dtype, device=out.device)
+    scratch = torch.empty((most * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
     for i, sums in enumerate(pairs.sums(most)):
         first, these = i * most, slice(i * most, (i + 1) * most)
         # Accumulate in the result itself where it is float32 and `add` does not alias it.
@@ -259,7 +293,8 @@ def combine_rows_cpu(
                     total.add_(of_node.to(dtype))
                     of_node.zero_()
                 node = node_of[destination]
-            value = torch.index_select(buffers.tensors[destination], 0, row, out=scratch[: len(row)]).float()
+            value = torch.index_select(buffers.tensors[destination], 0, row, out=scratch[: len(row)])
+            value = value.float() if quantized is None else quantized.values(value, hidden)
             if numbers is not None:
                 value.mul_(numbers.index_select(0, token * k + kth).unsqueeze(1))
             parts = value.split(rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -96,7 +97,7 @@ def fill_rows(target: torch.Tensor, num_rows: torch.Tensor, value: float) -> Non
     """Fill the rows of `target` from `num_rows` on. The rows before are not written.
 
     Args:
-        target: [R, ...], 16- or 32-bit floats, contiguous.
+        target: [R, ...], 16- or 32-bit floats or int32, contiguous.
         num_rows: int32 [1], at most R; read on the device.
         value: a number, or NaN.
 
@@ -118,7 +119,7 @@ def fill_rows(target: torch.Tensor, num_rows: torch.Tensor, value: float) -> Non
 
 def fill_rows_cpu(target: torch.Tensor, num_rows: torch.Tensor, value: float) -> None:
     """fill_rows in torch operations."""
-    target[int(num_rows) :].fill_(value)
+    target[int(num_rows) :].fill_(value if target.is_floating_point() else bits_of(value, target.dtype))
 
 
 _copies, _fills = Launches(copy_rows_kernel), Launches(fill_rows_kernel)
@@ -132,7 +133,9 @@ def _constants(kernel: Any, dtype: torch.dtype, length: int, align: int) -> Cons
 
 @cache
 def bits_of(value: float, dtype: torch.dtype) -> int:
-    """The bits of a value as a signed integer."""
+    """The bits of a value as a signed integer. NaN in int32, the bytes of packed rows: all ones, NaN of most floats."""
+    if dtype is torch.int32 and math.isnan(value):
+        return -1
     return int.from_bytes(pattern(value, dtype), "little", signed=True)
 
 
@@ -140,12 +143,13 @@ def check_buffer(name: str, x: torch.Tensor, shape: Sequence[int] | None = None,
     """Check a contiguous tensor of 16- or 32-bit elements, the argument of copy_rows, fill_rows and offer_rows.
 
     Raises:
-        ArgumentError: `x` is not one, or not of `shape`, or not of floats where `floats` is set.
+        ArgumentError: `x` is not one, or not of `shape`, or not of floats or int32 where `floats` is set.
     """
-    fits = x.dim() >= 1 and x.itemsize in (2, 4) and (x.is_floating_point() or not floats) and x.is_contiguous()
+    fits = x.dim() >= 1 and x.itemsize in (2, 4) and x.is_contiguous()
+    fits = fits and (x.is_floating_point() or not floats or x.dtype is torch.int32)
     if not fits or (shape is not None and x.shape != shape):
         raise ArgumentError(
             f"{name}: {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; allowed: "
-            f"{'floats of ' if floats else ''}16 or 32 bits, shape {'[R, ...]' if shape is None else tuple(shape)}, "
-            f"contiguous"
+            f"{'floats or int32 of ' if floats else ''}16 or 32 bits, "
+            f"shape {'[R, ...]' if shape is None else tuple(shape)}, contiguous"
         )

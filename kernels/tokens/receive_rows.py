@@ -93,7 +93,7 @@ def receive_rows(
 
     Args:
         source: as `target`; None: nothing is copied.
-        target: [R, H], 16- or 32-bit floats, contiguous.
+        target: [R, H], 16- or 32-bit floats or int32, contiguous.
         num_rows: int32 [1], at most R; read on the device.
         fill: a number, or NaN; None: nothing is filled.
         numbers: a number for each row, float32 [R], contiguous, and where they are copied to.

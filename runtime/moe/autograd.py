@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import ArgumentError, UnsupportedError
 from . import ops
-from .config import DispatchConfig
+from .config import DispatchConfig, fill_value
 from .dispatch_record import DispatchRecord, Tokens
 from .engine import Received, TokenEngine
 from .redispatch import RowsAgain
@@ -32,22 +32,32 @@ def routed_tokens(
     n, again = len(tokens), config.save == "redispatch"
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         xs, ids, weights = zip(*tokens, strict=True)
-        *received, records = Dispatch.apply(engine, done, *xs, *weights, *ids)
+        *received, records, data = Dispatch.apply(engine, done, *xs, *weights, *ids)
         differentiable = zip(received[:n], received[n:], records, strict=True)
         pairs: Sequence[Received] = [(x, record._replace(weights=numbers)) for x, numbers, record in differentiable]
     else:  # without the host time of autograd
         pairs = engine._run_dispatch(tokens) if done is None else done
+        data = None
     routed = []
-    for transfer, item, (x, record) in zip(engine.transfers, tokens, pairs, strict=True):
+    for i, (transfer, item, (x, record)) in enumerate(zip(engine.transfers, tokens, pairs, strict=True)):
         row_weights = record.weights
+        payloads, grad_rows = [x], None
+        if config.packed is not None:
+            # Unused rows are copied where they have been filled.
+            whole = torch.compiler.is_compiling() or fill_value(config.zero_rows) is not None
+            num_rows = None if whole else record.groups.num_rows
+            payloads = config.packed.unpack(x if data is None else data[i], num_rows)
+            grad_rows = None if data is None else x
         if config.batched:
-            assert config.expert_capacity is not None
             groups = config.bounds[transfer.me + 1] - config.bounds[transfer.me]
-            rows = groups * config.expert_capacity
-            x = x[:rows].view(groups, config.expert_capacity, config.hidden)
-            row_weights = row_weights[:rows].view(groups, config.expert_capacity)
-        kept = (item.x.detach(), RowsAgain(x)) if again else ()
-        routed.append(RoutedTokens(x, row_weights, item.weights, record, config, (engine.handle, transfer.me), *kept))
+            payloads = [_by_group(payload, groups, config) for payload in payloads]
+            row_weights = _by_group(row_weights, groups, config)
+            grad_rows = None if grad_rows is None else _by_group(grad_rows, groups, config)
+        x, *others = payloads
+        kept = (item.x.detach(), RowsAgain(x)) if again else (None, None)
+        source = engine.handle, transfer.me
+        further: Any = {"_others": tuple(others), "grad_rows": grad_rows}
+        routed.append(RoutedTokens(x, row_weights, item.weights, record, config, source, *kept, **further))
     return routed
 
 
@@ -136,6 +146,12 @@ def _rows_of(engine: TokenEngine, values: torch.Tensor) -> torch.Tensor:
     return _padded(values.reshape(-1, config.hidden), config.rows) if config.batched else values
 
 
+def _by_group(rows: torch.Tensor, groups: int, config: DispatchConfig) -> torch.Tensor:
+    """Return batched rows, [rows, ...], as [S_local, C, ...]."""
+    assert config.expert_capacity is not None
+    return rows[: groups * config.expert_capacity].view(groups, config.expert_capacity, *rows.shape[1:])
+
+
 def _padded(values: torch.Tensor, rows: int) -> torch.Tensor:
     """Return `values` with at least `rows` rows; a rank may have fewer physical experts than others."""
     return values if len(values) >= rows else torch.nn.functional.pad(values, (0, 0, 0, rows - len(values)))
@@ -183,11 +199,17 @@ def _engine_of(ctx: Any) -> TokenEngine:
     return engine
 
 
-class Dispatch(torch.autograd.Function):
-    """(engine, done, *xs, *weights, *ids) to (*rows, *row_weights, records).
+def _stand_in(config: DispatchConfig, rows: torch.Tensor) -> torch.Tensor:
+    """Return [rows, H] without memory of its own for each element; its values are undefined."""
+    return rows.new_empty(1, dtype=config.dtype).expand(config.rows, config.hidden)
 
-    `done` is what the ranks have received already, or None. Rows and their weights are differentiable. Backward keeps
-    the records without weights, and nothing of [rows, H].
+
+class Dispatch(torch.autograd.Function):
+    """(engine, done, *xs, *weights, *ids) to (*rows, *row_weights, records, data).
+
+    `done` is what the ranks have received already, or None. Rows and their weights are differentiable. Packed rows are
+    not: they are `data`, and `rows` stand for them in autograd, without memory. Backward keeps the records without
+    weights, and nothing of [rows, H].
     """
 
     @staticmethod
@@ -204,7 +226,11 @@ class Dispatch(torch.autograd.Function):
         records = tuple(record for _, record in received)
         ctx.save_for_backward(*_saved(ctx, records))
         ctx.engine, ctx.active_ranks = engine, engine.config.active_ranks
-        return (*[rows for rows, _ in received], *[record.weights for record in records], records)
+        rows: list[torch.Tensor] = [rows for rows, _ in received]
+        data: tuple[torch.Tensor, ...] = ()
+        if engine.config.packed is not None:
+            rows, data = [_stand_in(engine.config, of_rank) for of_rank in rows], tuple(rows)
+        return (*rows, *[record.weights for record in records], records, data)
 
     @staticmethod
     @once_differentiable

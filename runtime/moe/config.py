@@ -16,16 +16,19 @@ import numpy as np
 import torch
 
 from ...errors import ArgumentError, shown
-from ...kernels import MOST_K, MOST_PHYSICAL_EXPERTS, PAYLOADS, uploaded
+from ...kernels import MOST_K, MOST_PHYSICAL_EXPERTS, PAYLOADS, QUANTIZATIONS, QuantizedRows, uploaded
 from ...planner import SPLITS
 from ..environment import requested_poison
 from .node_ranks import NodeRanks, numbered
+from .packed_rows import PackedRows, packed_rows
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 LAYOUTS = ("grouped", "batched")
 OVERFLOWS = ("raise", "drop")
 SAVES = ("buffer", "redispatch", "copy")
+OF_ROWS = "payloads", "quantize"
+"""Settings that change what `routed.x` is: not for callers that pass it to experts as it is."""
 MOST_POOLED_BUFFERS = 1 << 10
 MOST_RANKS = 1 << 20
 MOST_SMS = 1 << 10
@@ -71,7 +74,14 @@ class DispatchConfig:
     zero_rows: bool | None = None
     num_sms: int | None = field(default=None, compare=False)
     two_level: bool | None = None
+    payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None = None
+    quantize: str | None = None
+    quantize_output: str | None = None
 
+    packed_output: PackedRows | None = field(init=False, compare=False)
+    """Likewise of combine, with quantize_output."""
+    packed: PackedRows | None = field(init=False, compare=False)
+    """Where payloads lie in a row of dispatch; None: rows are those of x."""
     rows: int = field(init=False)
     """Rows of each rank's buffer, a multiple of `align`."""
     bounds: tuple[int, ...] = field(init=False)
@@ -110,6 +120,7 @@ class DispatchConfig:
             value = getattr(self, name)
             if not (value is None or isinstance(value, bool)):
                 raise ArgumentError(f"{name}: {value!r}; allowed: True, False, None")
+        self._set_packed()
         self._set_nodes()
         self._set_active_ranks()
         bounds, physical_expert_of, expert_of = _place_experts(
@@ -136,6 +147,15 @@ class DispatchConfig:
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def _set_packed(self) -> None:
+        packed = packed_rows("quantize", self.quantize, self.hidden, self.payloads)
+        self._set(packed_output=packed_rows("quantize_output", self.quantize_output, self.hidden))
+        if packed is not None and self.save == "redispatch":
+            raise ArgumentError("save: 'redispatch' with payloads or quantize; allowed: 'buffer', 'copy'")
+        if packed is not None and self.payloads is not None:
+            self._set(payloads=tuple(zip(packed.dtypes, packed.shapes, strict=True)))
+        self._set(packed=packed)
 
     def _set_nodes(self) -> None:
         if self.nodes is None:
@@ -200,6 +220,34 @@ class DispatchConfig:
     @property
     def batched(self) -> bool:
         return self.layout == "batched"
+
+    @property
+    def dispatched(self) -> tuple[int, torch.dtype]:
+        """The elements of a row as dispatch sends it, and their dtype."""
+        return (self.hidden, self.dtype) if self.packed is None else (self.packed.words, torch.int32)
+
+    @property
+    def dispatched_nbytes(self) -> int:
+        """The bytes of a row as dispatch sends it."""
+        elements, dtype = self.dispatched
+        return elements * dtype.itemsize
+
+    @property
+    def row_nbytes(self) -> int:
+        """The mean of the bytes of a row as dispatch and combine send it."""
+        return (self.dispatched_nbytes + self.combined_nbytes) // 2
+
+    @property
+    def combined_nbytes(self) -> int:
+        """The bytes of a row as combine sends it."""
+        return self.hidden * self.dtype.itemsize if self.packed_output is None else self.packed_output.nbytes
+
+    @property
+    def quantized_output(self) -> QuantizedRows | None:
+        """How combine quantizes rows."""
+        if self.quantize_output is None or self.packed_output is None:
+            return None
+        return QuantizedRows(QUANTIZATIONS[self.quantize_output], self.packed_output.begins[1])
 
     @property
     def most_pairs(self) -> int:
@@ -375,6 +423,9 @@ if TYPE_CHECKING:
         zero_rows: bool | None
         num_sms: int | None
         two_level: bool | None
+        payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None
+        quantize: str | None
+        quantize_output: str | None
 
 
 def takes_settings(*without: str) -> Callable[[Function], Function]:

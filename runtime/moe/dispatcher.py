@@ -38,7 +38,7 @@ from .transfer.fixed import with_splits
 from .transfer.levels import two_sided_transfer, with_levels
 from .transfer.push import PushTransfer
 from .transfer.window import WindowTransfer
-from .validate import check_combine, check_dispatch
+from .validate import check_combine, check_dispatch, packed_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -116,6 +116,16 @@ class TokenDispatcher(TokenEngine):
         num_sms: on GPUs, the maximum SMs that the kernels which push rows and which combine them take, so that the
             experts' GEMMs of another stream keep the others while rows travel. Few make dispatch and combine slower.
             Need not be equal on all ranks. Default: `SHARDWEAVE_NUM_SMS`, or no limit.
+        payloads: the tensors of a token that travel together, for callers that quantize: for each its dtype and its
+            shape without the dim of tokens, such as [(torch.float8_e4m3fn, 7168), (torch.float32, 56)]. Any dtype of
+            whole bytes. `hidden` and `dtype` are then those of the experts' output.
+        quantize: None, or how dispatch casts each row to float8_e4m3fn. "fp8_row": with one float32 scale, "fp8_128":
+            with a float32 scale for every 128 elements, "mxfp8": with a float8_e8m0fnu scale for every 32. A scale is
+            the largest magnitude divided by 448, with "mxfp8" rounded up to a power of two. Gradients flow as if rows
+            were not cast, in `dtype`. See `RoutedTokens.x`, `.scale` and `.dequantized`.
+        quantize_output: None, or how `combine` casts each row of the experts' output, with the values of `quantize`. A
+            row is multiplied out in float32 before it is weighted; sums are rounded to `dtype`, as without it. With
+            two_level=True only rows inside a node are cast. Gradients flow as if rows were not cast.
         device: default: the CPU.
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise
@@ -266,29 +276,35 @@ class TokenDispatcher(TokenEngine):
 
     def dispatch(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Sequence[torch.Tensor],
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
     ) -> RoutedTokens:
         """Send each token's row to the ranks of its experts.
 
         Args:
-            x: [T, H] of the dispatcher's dtype.
+            x: [T, H] of the dispatcher's dtype. With `payloads` a list of tensors [T, ...], as the dispatcher has them,
+                of any strides; their bytes are sent as they are, and gradients do not flow to them.
             topk_ids: int32 or int64 [T, K]; -1 is none.
             topk_weights: floats [T, K].
+            scale: with `payloads`, the payload after those of `x`: `dispatch(x, …, scale=s)` is `dispatch([x, s], …)`.
 
         Raises:
             ArgumentError: unsupported shape, dtype or device; peers are told, except with device-side synchronisation.
             CapacityError: with overflow="raise", an earlier dispatch dropped rows or had bad ids.
             TransportError: a peer died, timed out, or made another call.
         """
-        return dispatch_tokens(self, [self._checked_tokens(x, topk_ids, topk_weights)])[0]
+        return dispatch_tokens(self, [self._checked_tokens(x, topk_ids, topk_weights, scale)])[0]
 
     def dispatch_start(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Sequence[torch.Tensor],
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
     ) -> PendingTokens[RoutedTokens]:
         """Start a dispatch; `finish()` of the result waits for it and returns what `dispatch` does, to the bit.
 
@@ -311,13 +327,13 @@ class TokenDispatcher(TokenEngine):
         Differentiable; backward is in one phase, as that of `dispatch`. Graphs of torch.compile do not have it.
 
         Args:
-            x, topk_ids, topk_weights: as for `dispatch`.
+            x, topk_ids, topk_weights, scale: as for `dispatch`.
 
         Raises:
             ArgumentError, CapacityError: as for `dispatch`. Failures of peers are raised by `finish`.
             UnsupportedError: in a graph of torch.compile.
         """
-        tokens = self._checked_tokens(x, topk_ids, topk_weights)
+        tokens = self._checked_tokens(x, topk_ids, topk_weights, scale)
         return start_dispatch(self, [tokens], _only)
 
     def combine(
@@ -341,7 +357,8 @@ class TokenDispatcher(TokenEngine):
         SHARDWEAVE_POISON_ROWS=1 fills these rows with NaN, to find code that reads them.
 
         Args:
-            expert_output: of the shape and dtype of `routed.x`. Only rows of tokens are read.
+            expert_output: of the shape and dtype of `routed.x`, or with payloads [R, H] (batched [S_local, C, H]) of
+                the dispatcher's dtype. Only rows of tokens are read.
             routed: the result of a dispatch; may be combined several times.
             out: [T, H], the output, in other memory than `expert_output`; only without gradients.
             add: [T, H], added last; may be `out` itself.
@@ -420,11 +437,18 @@ class TokenDispatcher(TokenEngine):
             self.use_config(config)
             self._participants = tuple(sorted(r for i, r in enumerate(self._ranks) if config.is_active(i)))
 
-    def _checked_tokens(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Tokens:
-        tokens = Tokens(x, ids, weights)
+    def _checked_tokens(
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        scale: torch.Tensor | None,
+    ) -> Tokens:
         check_active(self.config, self.transfers[0].me)
+        device = self.transfers[0].device
         with self._reporting():
-            check_dispatch(self.config, self.transfers[0].device, tokens)
+            tokens = Tokens(packed_tokens(self.config, device, x, scale), ids, weights)
+            check_dispatch(self.config, device, tokens)
         return tokens
 
     def _check_combine(

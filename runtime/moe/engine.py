@@ -15,6 +15,7 @@ from ..transports.base import Transport
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord, Tokens
 from .overflow import LATEST, Overflow
+from .packed_rows import quantized
 from .pending import StartedCalls
 from .report import explain
 from .transfer.base import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, Steps, TokenTransfer
@@ -145,7 +146,7 @@ class TokenEngine:
         copies: Sequence[Any] = [None] * len(tokens) if outs is None else outs
         records: Sequence[Any] = [None] * len(tokens) if known is None else known
         items = zip(self.transfers, tokens, copies, records, strict=True)
-        return [t.dispatch(Tokens(_rows(x), ids, w), out, record) for t, (x, ids, w), out, record in items]
+        return [t.dispatch(Tokens(self._rows_of(x), ids, w), out, record) for t, (x, ids, w), out, record in items]
 
     def _run_combine(
         self,
@@ -225,8 +226,13 @@ class TokenEngine:
 
     def _new_received(self, tokens: Sequence[Tokens]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return memory for received rows, [rows, H], and for their weights, float32 [rows]."""
-        rows, hidden = self.config.rows, self.config.hidden
-        return [(t.x.new_empty(rows, hidden), t.x.new_empty(rows, dtype=torch.float32)) for t in tokens]
+        rows, (elements, dtype) = self.config.rows, self.config.dispatched
+        return [(t.x.new_empty(rows, elements, dtype=dtype), t.x.new_empty(rows, dtype=torch.float32)) for t in tokens]
+
+    def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows that a dispatch of `x` sends."""
+        quantize, packed = self.config.quantize, self.config.packed
+        return _rows(x) if quantize is None or packed is None else quantized(_rows(x), quantize, packed)
 
     def _new_sums(self, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
         """Return memory of the transport for each rank's tokens, [T, H]."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...errors import ArgumentError, UnsupportedError
 from ..convert_specs import unordered_dims
-from .config import takes_settings
+from .config import OF_ROWS, takes_settings
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards
 from .routed import RoutedTokens
@@ -46,8 +46,9 @@ class ExpertParallel(ParallelStyle):
     - `experts.token_dispatcher` is the TokenDispatcher, for `check` and `explain`.
 
     Args:
-        transport, settings: as for TokenDispatcher; `top_k`, `hidden` and `max_tokens` are required. `num_experts`,
-            `expert_map` and `layout` follow from the module. Its forward runs within `routed.kept()`.
+        transport, settings: as for TokenDispatcher, without `payloads` and `quantize`; `top_k`, `hidden` and
+            `max_tokens` are required. `num_experts`, `expert_map` and `layout` follow from the module. Its forward runs
+            within `routed.kept()`.
         replicated_over: a 1-D mesh, such as mesh["tp"], whose ranks call with equal tokens. Each rank dispatches a
             share of them and returns all results; `max_tokens` is of a share. If the experts' mesh does not include
             these ranks, gradients of parameters are of the share's tokens and have to be summed over the ranks.
@@ -58,7 +59,7 @@ class ExpertParallel(ParallelStyle):
             TokenDispatcher. By the constructor: `replicated_over` a mesh whose ranks do not ascend.
     """
 
-    @takes_settings(*_OF_MODULE)
+    @takes_settings(*_OF_MODULE, *OF_ROWS)
     def __init__(
         self,
         *,

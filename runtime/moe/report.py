@@ -29,6 +29,10 @@ def explain(config: DispatchConfig, algorithms: Sequence[Algorithm], transport: 
     ]
     if config.zero_rows is not None:
         lines.append(f"  rows from num_rows on are {'zero' if config.zero_rows else 'not initialised'}")
+    if config.packed is not None:
+        lines.append(f"  dispatch sends {config.dispatched_nbytes} bytes a row: {config.packed}")
+    if config.packed_output is not None:
+        lines.append(f"  combine sends {config.combined_nbytes} bytes a row: {config.packed_output}")
     for algorithm in algorithms:
         capacity = _chunk_capacity(config, algorithm)
         memory, wire = algorithm.nbytes(config, capacity), on_wire(config, algorithm, capacity)
@@ -105,8 +109,8 @@ def on_wire(
     # Tokens are dispatched once more for the experts' backward.
     again = row if config.save == "redispatch" else 0
     per_pair = {
-        "dispatch": (row + 4, counts),
-        "combine": (row, 0),
+        "dispatch": (config.dispatched_nbytes + 4, counts),
+        "combine": (config.combined_nbytes, 0),
         "backward of combine": (row + 4 + again, 0),
         "backward of dispatch": (row + 4, 0),
     }
@@ -125,7 +129,7 @@ def _between_nodes(config: DispatchConfig) -> dict[str, tuple[int, int]]:
     row = config.hidden * config.dtype.itemsize
     again = row if config.save == "redispatch" else 0
     per_token = {
-        "dispatch": (row + pair_words(k) * 4, (len(shares) - 1) * (config.bounds[-1] + 2) * 4),
+        "dispatch": (config.dispatched_nbytes + pair_words(k) * 4, (len(shares) - 1) * (config.bounds[-1] + 2) * 4),
         "combine": (row, 0),
         "backward of combine": (row + 4 * k + again, 0),
         "backward of dispatch": (row + 4 * k, 0),

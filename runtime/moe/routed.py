@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from ...kernels import on_device
+from ...errors import ArgumentError
+from ...kernels import QUANTIZATIONS, dequantize_rows, on_device
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord
 from .engine import engine_of
+from .packed_rows import Dequantize
 from .redispatch import RowsAgain, unpack
 
 
@@ -45,10 +47,14 @@ class RoutedTokens:
 
     Attributes:
         x: [R, H], rows grouped by physical expert, in order of source rank, token and k; padding rows are zero.
-            Batched: [S_local, C, H]. Differentiable.
+            Batched: [S_local, C, H]. Differentiable. With `payloads` or `quantize`: the first payload, not
+            differentiable, the elements of a row adjacent and rows a multiple of 16 bytes apart.
         weights: float32 [R] (batched [S_local, C]), each row's weight, 0 for padding; for experts that apply it
             themselves. Differentiable.
         topk_weights: float32 [T, K], as passed to dispatch.
+        grad_rows: with `payloads` or `quantize`, where gradients are recorded: [R, H] (batched [S_local, C, H]) of the
+            dispatcher's dtype, without memory and with undefined values. It stands for the rows in autograd: a
+            `torch.autograd.Function` that takes it beside `x` and `scale` returns the gradient of the rows for it.
     """
 
     x: torch.Tensor
@@ -61,6 +67,36 @@ class RoutedTokens:
     _tokens: torch.Tensor | None = None
     """With save="redispatch": x as passed to dispatch."""
     _again: RowsAgain | None = None
+    _others: tuple[torch.Tensor, ...] = ()
+    """The payloads after the first."""
+    grad_rows: torch.Tensor | None = None
+
+    @property
+    def payloads(self) -> tuple[torch.Tensor, ...]:
+        """All payloads of the rows, [R, ...] each (batched [S_local, C, ...]): `x`, then the others, contiguous."""
+        return (self.x, *self._others)
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The second payload, contiguous; None if there is none. With `quantize`: [R] float32 for "fp8_row", [R, H /
+        128] float32 for "fp8_128", [R, H / 32] float8_e8m0fnu for "mxfp8", rounded up (batched [S_local, C, ...])."""
+        return self._others[0] if self._others else None
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the rows in the dispatcher's dtype: `x` times `scale` in float32, rounded once; of the shape of
+        `weights` with H elements each. Only with `quantize`.
+
+        Differentiable: the gradient of a row is the gradient of the token's row before it was quantized.
+
+        Raises:
+            ArgumentError: the rows were not quantized by dispatch.
+        """
+        quantize, scale = self._config.quantize, self.scale
+        if quantize is None or scale is None:
+            raise ArgumentError("dequantized: of a dispatcher without quantize; allowed: rows that dispatch quantized")
+        if self.grad_rows is None:
+            return dequantize_rows(self.x, scale, QUANTIZATIONS[quantize], self._config.dtype)
+        return Dequantize.apply(self.grad_rows, self.x, scale, quantize)
 
     def kept(self) -> AbstractContextManager[Any]:
         """Return a context for the experts in which autograd keeps no more of `x` than the dispatcher's `save` says.
@@ -75,7 +111,8 @@ class RoutedTokens:
     def output_buffer(self) -> torch.Tensor:
         """Return memory for the experts' output that `combine` does not copy, where the transport has such memory.
 
-        The shape, dtype and device are those of `x`; the memory is not initialised and requires no gradient. Write the
+        The shape is that of `weights` with H elements each, the dtype the dispatcher's; without payloads those of `x`.
+        The memory is not initialised and requires no gradient. Write the
         output to it once, then pass this tensor itself to `combine`:
 
             out = routed.output_buffer()
@@ -105,12 +142,13 @@ class RoutedTokens:
         Raises:
             ArgumentError: the dispatcher was destroyed.
         """
+        shape = *self.weights.shape, self._config.hidden
         if torch.compiler.is_compiling():
-            return torch.empty_like(self.x, requires_grad=False)
+            return torch.empty(shape, dtype=self._config.dtype, device=self.x.device)
         handle, me = self._source
         transfer = next(t for t in engine_of(handle).transfers if t.me == me)
         with on_device(transfer.device):
-            rows = transfer.output_rows(self.x)[: self.x.shape[:-1].numel()].view(self.x.shape)
+            rows = transfer.output_rows(self.x)[: self.weights.numel()].view(shape)
         return rows.detach()  # not a view: functions may write it in place
 
     @property
@@ -170,18 +208,21 @@ class RoutedTokens:
 
 
 def _flatten(routed: RoutedTokens) -> tuple[list[Any], Any]:
-    parts = [routed.x, routed.weights, routed.topk_weights, *routed._record.tensors()]
-    if routed._tokens is None:
-        return parts, (routed._config, routed._source, None)
-    return [*parts, routed._tokens], (routed._config, routed._source, routed._again)
+    further = [routed._tokens] * (routed._tokens is not None) + [*routed._others]
+    further += [routed.grad_rows] * (routed.grad_rows is not None)
+    parts = [routed.x, routed.weights, routed.topk_weights, *further, *routed._record.tensors()]
+    present = routed._tokens is not None, len(routed._others), routed.grad_rows is not None
+    return parts, (routed._config, routed._source, routed._again, present)
 
 
 def _unflatten(parts: Iterable[Any], context: Any) -> RoutedTokens:
-    x, weights, topk_weights, *record = parts
-    config, source, again = context
-    if again is None:
-        return RoutedTokens(x, weights, topk_weights, DispatchRecord.of(record), config, source)
-    return RoutedTokens(x, weights, topk_weights, DispatchRecord.of(record[:-1]), config, source, record[-1], again)
+    x, weights, topk_weights, *rest = parts
+    config, source, again, (has_tokens, others, has_grad_rows) = context
+    tokens, rest = (rest[0], rest[1:]) if has_tokens else (None, rest)
+    payloads, rest = tuple(rest[:others]), rest[others:]
+    grad_rows, record = (rest[0], rest[1:]) if has_grad_rows else (None, rest)
+    of_dispatch = DispatchRecord.of(record)
+    return RoutedTokens(x, weights, topk_weights, of_dispatch, config, source, tokens, again, payloads, grad_rows)
 
 
 _pytree.register_pytree_node(RoutedTokens, _flatten, _unflatten)

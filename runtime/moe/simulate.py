@@ -21,7 +21,7 @@ from .routed import RoutedTokens
 from .transfer.base import Steps, TokenTransfer
 from .transfer.levels import two_sided_transfer
 from .transfer.push import PushTransfer
-from .validate import check_combine, check_dispatch
+from .validate import check_combine, check_dispatch, packed_tokens
 
 T = TypeVar("T")
 
@@ -40,7 +40,8 @@ class VirtualTokenDispatcher(TokenEngine):
     Args:
         size: W, the number of ranks, at least 1.
         num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout, expert_map,
-            save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, two_level, device: as for TokenDispatcher.
+            save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, two_level, payloads, quantize,
+            quantize_output, device: as for TokenDispatcher.
         one_sided: True: ranks write into each other's buffers; False: they send and receive, as over a network.
         nodes: with one_sided=False, the node of each rank, which decides the order of sums. With two_level=True ranks
             of a node write into each other's buffers.
@@ -91,26 +92,31 @@ class VirtualTokenDispatcher(TokenEngine):
 
     def dispatch(
         self,
-        xs: Sequence[torch.Tensor],
+        xs: Sequence[torch.Tensor | Sequence[torch.Tensor]],
         topk_ids: Sequence[torch.Tensor],
         topk_weights: Sequence[torch.Tensor],
+        *,
+        scale: Sequence[torch.Tensor] | None = None,
     ) -> list[RoutedTokens]:
         """TokenDispatcher.dispatch on all ranks.
 
         Args:
             xs, topk_ids, topk_weights: [T, H], [T, K] and [T, K] of each rank; T may differ.
+            scale: of each rank, as for TokenDispatcher.
 
         Raises:
             ArgumentError: lists of another length than the number of ranks; unsupported shape or dtype, with its rank.
             CapacityError: as for TokenDispatcher.
         """
-        return dispatch_tokens(self, self._checked_tokens(xs, topk_ids, topk_weights))
+        return dispatch_tokens(self, self._checked_tokens(xs, topk_ids, topk_weights, scale))
 
     def dispatch_start(
         self,
-        xs: Sequence[torch.Tensor],
+        xs: Sequence[torch.Tensor | Sequence[torch.Tensor]],
         topk_ids: Sequence[torch.Tensor],
         topk_weights: Sequence[torch.Tensor],
+        *,
+        scale: Sequence[torch.Tensor] | None = None,
     ) -> PendingTokens[list[RoutedTokens]]:
         """TokenDispatcher.dispatch_start on all ranks, which run at once.
 
@@ -118,7 +124,7 @@ class VirtualTokenDispatcher(TokenEngine):
             ArgumentError, CapacityError: as for `dispatch`.
             UnsupportedError: in a graph of torch.compile.
         """
-        return start_dispatch(self, self._checked_tokens(xs, topk_ids, topk_weights), _all)
+        return start_dispatch(self, self._checked_tokens(xs, topk_ids, topk_weights, scale), _all)
 
     def combine(
         self,
@@ -156,12 +162,20 @@ class VirtualTokenDispatcher(TokenEngine):
         return start_combines(self, expert_outputs, routed, outs, adds, weighted, _all)
 
     def _checked_tokens(
-        self, xs: Sequence[torch.Tensor], topk_ids: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor]
+        self,
+        xs: Sequence[torch.Tensor | Sequence[torch.Tensor]],
+        topk_ids: Sequence[torch.Tensor],
+        topk_weights: Sequence[torch.Tensor],
+        scale: Sequence[torch.Tensor] | None,
     ) -> list[Tokens]:
-        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
-        tokens = [Tokens(*item) for item in zip(xs, topk_ids, topk_weights, strict=True)]
-        for i, (transfer, item) in enumerate(zip(self.transfers, tokens, strict=True)):
-            check_dispatch(self.config, transfer.device, item, f"[{i}]")
+        scales: Sequence[Any] = [None] * len(self.transfers) if scale is None else scale
+        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights, scale=scales)
+        tokens = []
+        for i, (t, x, ids, weights, s) in enumerate(
+            zip(self.transfers, xs, topk_ids, topk_weights, scales, strict=True)
+        ):
+            tokens.append(Tokens(packed_tokens(self.config, t.device, x, s, f"[{i}]"), ids, weights))
+            check_dispatch(self.config, t.device, tokens[-1], f"[{i}]")
         return tokens
 
     def _checked_outputs(

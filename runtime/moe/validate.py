@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, shown
 from ..dtensor.overlap import overlaps_itself, ranges_overlap
 from .config import DispatchConfig
 from .dispatch_record import Tokens
@@ -24,7 +25,10 @@ def check_dispatch(config: DispatchConfig, device: torch.device, tokens: Tokens,
     """
     x, ids, weights = tokens
     _check_tensors(at, x=x, topk_ids=ids, topk_weights=weights)
-    if x.dim() != 2 or x.shape[1] != config.hidden or x.dtype is not config.dtype or x.shape[0] > config.max_tokens:
+    if config.payloads is not None:
+        if len(x) > config.max_tokens:
+            raise ArgumentError(f"x{at}: {len(x)} tokens; allowed: up to max_tokens, {config.max_tokens}")
+    elif x.dim() != 2 or x.shape[1] != config.hidden or x.dtype is not config.dtype or len(x) > config.max_tokens:
         raise ArgumentError(
             f"x{at}: {x.dtype} of shape {tuple(x.shape)}; allowed: {config.dtype} of shape [T, {config.hidden}], "
             f"T up to max_tokens, {config.max_tokens}"
@@ -41,6 +45,47 @@ def check_dispatch(config: DispatchConfig, device: torch.device, tokens: Tokens,
     if not x.device == ids.device == weights.device == device:
         for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
             _check_device(name + at, tensor, device)
+
+
+def packed_tokens(
+    config: DispatchConfig, device: torch.device, x: Any, scale: torch.Tensor | None, at: str = ""
+) -> torch.Tensor:
+    """Return the rows of a dispatch's payloads: x itself, unless the dispatcher has `payloads`.
+
+    Args:
+        x: a tensor, or with `payloads` a sequence of them.
+        scale: the payload after those of `x`.
+        at: as for `check_dispatch`, which is to follow.
+
+    Raises:
+        ArgumentError: not the payloads of the dispatcher.
+    """
+    if config.payloads is None:
+        if scale is not None or not isinstance(x, torch.Tensor):
+            given = f"{len(x)} payloads" if isinstance(x, Sequence) else shown(x)
+            raise ArgumentError(
+                f"x{at}: {given}{' and scale' if scale is not None else ''}; allowed: one tensor; for others construct "
+                "the dispatcher with payloads="
+            )
+        return x
+    assert config.packed is not None
+    payloads: list[Any] = [*x] if isinstance(x, list | tuple) else [x]
+    payloads += [] if scale is None else [scale]
+    if len(payloads) != len(config.packed.dtypes):
+        raise ArgumentError(f"x{at}: {len(payloads)} payloads; allowed: {len(config.packed.dtypes)}, as in payloads=")
+    for i, (payload, dtype, shape) in enumerate(zip(payloads, config.packed.dtypes, config.packed.shapes, strict=True)):
+        name = f"payloads[{i}]{at}"
+        if not isinstance(payload, torch.Tensor):
+            raise ArgumentError(f"{name}: {shown(payload)}; allowed: a tensor")
+        tokens = len(payloads[0]) if i else "T"
+        wrong = payload.dim() == 0 or (i > 0 and len(payload) != tokens)
+        if wrong or payload.dtype is not dtype or tuple(payload.shape[1:]) != shape:
+            allowed = ", ".join(map(str, (tokens, *shape)))
+            raise ArgumentError(
+                f"{name}: {payload.dtype} of shape {tuple(payload.shape)}; allowed: {dtype} of shape [{allowed}]"
+            )
+        _check_device(name, payload, device)
+    return config.packed.pack(payloads)
 
 
 def check_combine(
@@ -72,10 +117,12 @@ def check_combine(
         )
     _check_tensors(at, expert_output=values)
     _check_device(f"expert_output{at}", values, device)
-    if values.shape != routed.x.shape or values.dtype is not config.dtype:
+    wanted = *routed.weights.shape, config.hidden
+    if values.shape != wanted or values.dtype is not config.dtype:
+        of_x = "" if config.packed is not None else ", that of routed.x"
         raise ArgumentError(
             f"expert_output{at}: {values.dtype} of shape {tuple(values.shape)}; allowed: {config.dtype} of shape "
-            f"{tuple(routed.x.shape)}, that of routed.x"
+            f"{tuple(wanted)}{of_x}"
         )
     shape = routed.topk_weights.shape[0], config.hidden
     for name, tensor in (("out", out), ("add", add)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -16,6 +17,8 @@ from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import KERNELS, Layer, Specialisation, dispatches, specialisations
 from shardweave.kernels.dtypes import ELEMENTS, poison_word
 from shardweave.kernels.tokens.combine_rows import combine_rows_kernel, gather_values_kernel
+from shardweave.kernels.tokens.copy_columns import _constants as of_columns
+from shardweave.kernels.tokens.copy_columns import copy_columns_kernel
 from shardweave.kernels.tokens.copy_rows import copy_rows_kernel, fill_rows_kernel
 from shardweave.kernels.tokens.count_pairs import (
     MOST_PHYSICAL_EXPERTS,
@@ -32,11 +35,13 @@ from shardweave.kernels.tokens.group_rows import group_rows_kernel, group_warps,
 from shardweave.kernels.tokens.locate_rows import locate_rows_kernel, tokens_at_a_time
 from shardweave.kernels.tokens.offer_rows import offer_rows_kernel
 from shardweave.kernels.tokens.push_rows import push_rows_kernel
+from shardweave.kernels.tokens.quantize_rows import QUANTIZATIONS, _constants, quantize_rows_kernel
 from shardweave.kernels.tokens.receive_rows import receive_rows_kernel
 from shardweave.kernels.tokens.route_rows import route_rows_kernel
-from shardweave.kernels.tokens.rows import RowLaunch, row_constants
+from shardweave.kernels.tokens.rows import RowLaunch, row_alignment, row_constants
 from shardweave.kernels.tokens.weigh_rows import weigh_rows_kernel
 from shardweave.kernels.window_use import use_constants
+from shardweave.runtime.moe.packed_rows import packed_rows
 
 pytestmark = pytest.mark.aot
 
@@ -128,6 +133,7 @@ def test_locate_rows_and_gather_values_do_not_spill(target, k):
         assert_no_spill(compile_kernel(gather_values_kernel, target, constants, out="*fp32"), target)
 
 
+NOT_QUANTIZED = {"GROUP": 0, "POWERS": False, "ROW_BYTES": 0, "SCALES_AT": 0}
 ROWS = [(torch.bfloat16, 7168, k) for k in (1, 3, 8)] + [(dtype, 7168, 8) for dtype in (torch.float32, torch.float16)]
 
 
@@ -186,6 +192,7 @@ def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k,
         "enable_fp_fusion": False,
         "CHOSEN": True,
         "NESTED": nested,
+        **NOT_QUANTIZED,
         "POISON": poison_word(dtype)[0],
     }
     constants |= signalling(target, constants["num_warps"], peers=7 * (k == 8))
@@ -245,6 +252,57 @@ def test_fill_rows_is_vectorised_and_does_not_spill(target):
     assert wide(compiled, target) == (0, 2048 * 2 // (16 * TARGETS[target].warp_size * 4))
 
 
+@each_target
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
+@pytest.mark.parametrize(
+    "dtype, hidden", [(torch.bfloat16, 7168), (torch.float32, 4096), (torch.float16, 2501)], ids=str
+)
+def test_quantize_rows_is_vectorised_and_does_not_spill(target, quantize, dtype, hidden, counted):
+    """float8 by integers, on targets without it too."""
+    align = row_alignment(dtype, hidden, 0)
+    constants = _constants(dtype, hidden, align, QUANTIZATIONS[quantize], counted)
+    names = [p.name for p in quantize_rows_kernel.params if p.is_constexpr]
+    given = {**dict(zip(names, constants.values, strict=True)), **constants.options}
+    compiled = compile_kernel(quantize_rows_kernel, target, given)
+    assert_no_spill(compiled, target)
+    results = accesses(compiled, target)
+    if align == 16:
+        # Elements are read 16 bytes at a time and stored at least 4 at a time; scales one at a time.
+        loads = {width for op, width in results if op == "load"}
+        assert loads - ({4} if counted else set()) == {16}  # the number of rows
+        assert {width for op, width in results if op == "store"} & {4, 8, 16}
+
+
+@each_target
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype, hidden, k", [(torch.bfloat16, 7168, 8), (torch.float32, 2500, 3)], ids=str)
+def test_combine_rows_of_quantized_rows_does_not_spill(target, quantize, dtype, hidden, k):
+    how, rows = QUANTIZATIONS[quantize], packed_rows("quantize", quantize, hidden)
+    constants = {**row_launch(dtype, hidden), "K": k, "DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "HAS_ADD": False}
+    constants |= {"SOFT": False, "enable_fp_fusion": False, "CHOSEN": True, "NESTED": False}
+    constants |= {"POISON": poison_word(dtype)[0], "GROUP": how.group or hidden, "ROW_BYTES": rows.nbytes}
+    constants |= {"POWERS": how.scale_dtype is not torch.float32, "SCALES_AT": rows.begins[1]}
+    constants |= signalling(target, constants["num_warps"])
+    compiled = compile_kernel(combine_rows_kernel, target, constants)
+    assert_no_spill(compiled, target)
+    elements = 2048 // (TARGETS[target].warp_size * 4)  # of a thread, each 1 byte
+    if dtype is torch.bfloat16:
+        assert accesses(compiled, target)["load", min(elements, 16)] >= k
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("size", [1, 4, 224, 226])
+def test_copy_columns_does_not_spill(target, size):
+    word = math.gcd(size, 8)
+    constants = of_columns(word, size // word)
+    names = [p.name for p in copy_columns_kernel.params if p.is_constexpr]
+    given = {**dict(zip(names, constants.values, strict=True)), **constants.options}
+    compiled = compile_kernel(copy_columns_kernel, target, given)
+    assert_no_spill(compiled, target)
+    assert {width for op, width in accesses(compiled, target) if op == "store"} == {math.gcd(size, 16)}
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("hidden", [1, 3, 2500, 20])
 def test_rows_of_any_length_compile(target, hidden):
@@ -261,6 +319,7 @@ def test_rows_of_any_length_compile(target, hidden):
         "enable_fp_fusion": False,
         "CHOSEN": False,
         "NESTED": False,
+        **NOT_QUANTIZED,
         "POISON": poison_word(dtype)[0],
     }
     combine |= signalling(target, combine["num_warps"])
@@ -280,6 +339,7 @@ LAYERS = (
     ),
     Layer("batched", 64, 1, 5, 2, 7, options={"expert_capacity": 3, "layout": "batched"}),
     Layer("chunks", 64, 1, 5, 2, 7, options={"chunk_capacity": 1.25}),
+    Layer("fp8", 7168, 8, 256, 2, 300, options={"quantize": "fp8_128", "quantize_output": "fp8_128"}),
 )
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ....errors import ArgumentError, UnsupportedError
-from ..config import takes_settings
+from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
 from ..expert_placement import experts_of_shards
 
@@ -19,7 +19,7 @@ IMPLEMENTATION = "shardweave"
 _OF_MODEL = "num_experts", "hidden", "dtype", "expert_map", "layout"
 
 
-@takes_settings(*_OF_MODEL, "top_k")
+@takes_settings(*_OF_MODEL, "top_k", *OF_ROWS)
 def shard_experts(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -40,8 +40,9 @@ def shard_experts(
 
     Args:
         top_k: K. Default: `num_experts_per_tok` of the model's config.
-        transport, settings: as for TokenDispatcher; `max_tokens`, of one forward call, batch times sequence length, is
-            required. `zero_rows` is True by default: some implementations process all rows.
+        transport, settings: as for TokenDispatcher, without `payloads` and `quantize`; `max_tokens`, of one forward
+            call, batch times sequence length, is required. `zero_rows` is True by default: some implementations process
+            all rows.
 
     Returns:
         The dispatcher of each module, in order of `model.modules()`, which also is its `token_dispatcher`.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ....errors import ArgumentError, UnsupportedError, shown
-from ..config import takes_settings
+from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
 from ..routed import RoutedTokens
 
@@ -57,8 +57,8 @@ class MegatronDispatcher(_Base):
             most `config.moe_router_topk` experts.
         max_tokens: the largest number of tokens of any rank and call. Default: that of the first call, which must be
             equal on all ranks.
-        device, transport, settings: as for TokenDispatcher; device by default that of the first call. Dtype and hidden
-            size are those of the first call.
+        device, transport, settings: as for TokenDispatcher, without `payloads` and `quantize`; device by default that
+            of the first call. Dtype and hidden size are those of the first call.
 
     Attributes:
         dispatcher: the TokenDispatcher, for `check` and `explain`; None until the first call.
@@ -67,7 +67,7 @@ class MegatronDispatcher(_Base):
         ArgumentError: experts of this rank that are not consecutive ones in order of ranks.
     """
 
-    @takes_settings(*_OF_MEGATRON, "max_tokens")
+    @takes_settings(*_OF_MEGATRON, "max_tokens", *OF_ROWS)
     def __init__(
         self,
         num_local_experts: int,
@@ -191,7 +191,7 @@ class MegatronDispatcher(_Base):
         return TokenDispatcher(self.tp_ep_group, device=device, transport=self._transport, **settings)
 
 
-@takes_settings(*_OF_MEGATRON, "max_tokens")
+@takes_settings(*_OF_MEGATRON, "max_tokens", *OF_ROWS)
 def use_megatron_dispatchers(
     model: nn.Module,
     *,

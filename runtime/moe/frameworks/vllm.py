@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ....errors import ArgumentError, UnsupportedError
-from ..config import takes_settings
+from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
 from ..routed import RoutedTokens
 
@@ -71,8 +71,8 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
         num_experts, top_k, hidden: E, K, H of the layer; physical experts, if vLLM's EPLB makes replicas.
         max_num_tokens: the largest number of tokens of a rank.
         dtype: of tokens.
-        device, transport, settings: as for TokenDispatcher. `expert_capacity` may lower C, if the workspace of the
-            experts has as many rows.
+        device, transport, settings: as for TokenDispatcher, without `payloads` and `quantize`. `expert_capacity` may
+            lower C, if the workspace of the experts has as many rows.
 
     Attributes:
         dispatcher: the TokenDispatcher, for `check` and `explain`.
@@ -81,7 +81,9 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
         ArgumentError, UnsupportedError: as for TokenDispatcher.
     """
 
-    @takes_settings("num_experts", "top_k", "hidden", "max_tokens", "dtype", "layout", "capacity", "expert_map")
+    @takes_settings(
+        "num_experts", "top_k", "hidden", "max_tokens", "dtype", "layout", "capacity", "expert_map", *OF_ROWS
+    )
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,

@@ -27,6 +27,7 @@ from ....kernels import (
     fill_rows,
     gather_values,
     group_rows,
+    quantize_rows,
     route_rows,
     uploaded,
     weigh_rows,
@@ -77,7 +78,7 @@ class Delivery(NamedTuple):
     operation: int
     record: DispatchRecord
     x: torch.Tensor
-    """[T, H], the rows of this rank's tokens."""
+    """[T, H], the rows of this rank's tokens; packed, if there are payloads."""
     into: Any
     """The receive buffers, as returned by `_share`."""
     weights: torch.Tensor | None = None
@@ -119,10 +120,11 @@ class TokenTransfer:
             chunk_capacity: rows of a chunk; None: exact sizes, or no chunks.
         """
         row = config.hidden * config.dtype.itemsize + 4  # with its weight
+        dispatched = config.dispatched_nbytes + 4
         # Physical experts, places and rows of pairs, and the counts of all ranks.
         routing = config.most_pairs * 16 + config.ranks * (config.bounds[-1] + 1) * 8
         return {
-            cls.received(config): config.rows * row,
+            cls.received(config): config.rows * dispatched,
             "gradients received, in the backward of combine": config.rows * row,
             ROUTING: routing,
         }
@@ -164,7 +166,8 @@ class TokenTransfer:
         """int32 [W]: the node of each destination of `DispatchRecord.rows`, ascending; None: they share one."""
         self.peers = self._active_peers()
         self.tables = AddressTables(device)
-        self.launch = RowLaunch.for_rows(config.hidden, config.dtype.itemsize, num_sms(device, config.num_sms))
+        self._num_sms = num_sms(device, config.num_sms)
+        self.launch = RowLaunch.for_rows(config.hidden, config.dtype.itemsize, self._num_sms)
         self._error: torch.Tensor | None = None
         """int64 [1]: not 0 if the counts of the matrix may not be those of this dispatch."""
 
@@ -207,7 +210,8 @@ class TokenTransfer:
             if self.config.active_ranks is not None:
                 record = record._replace(matrix=matrix)
         else:
-            own = own or (self._new_rows(), self._new_numbers())  # which pooled buffer is wanted travels with counts
+            # Which pooled buffer is wanted travels with counts.
+            own = own or (self._new_rows(*self.config.dispatched), self._new_numbers())
             into, *_ = yield from self._share(DISPATCH, own)
             record = record._replace(weights=(outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
@@ -225,11 +229,14 @@ class TokenTransfer:
     ) -> Steps[torch.Tensor | None]:
         """Write each token's sum to `out`. With `numbers`, float32 [rows], return those of each pair, [T, K]."""
 
+        # Gradients are not quantized.
+        quantized = self.config.quantized_output if numbers is None else None
+
         def read(buffers: Sequence[Buffers], release: WindowSignals | None = None) -> list[torch.Tensor]:
-            combine_rows(record.rows, buffers[0], out, weights, add, self.launch, release, self._nodes)
+            combine_rows(record.rows, buffers[0], out, weights, add, self.launch, release, self._nodes, quantized)
             return [out, *[gather_values(record.rows, numbers) for numbers in buffers[1:]]]
 
-        given = (values,) if numbers is None else (values, numbers)
+        given = (self._output(values, record),) if numbers is None else (values, numbers)
         _, *of_pairs = yield from self._fetch(COMBINE if numbers is None else UNDISPATCH, record, given, read)
         return of_pairs[0] if of_pairs else None
 
@@ -262,6 +269,20 @@ class TokenTransfer:
             yield from self._deliver(delivery._replace(take=weigh))
             of_weights = yield from self._fetch_numbers(record, numbers)
         return copied(own, outs, record.groups)[0], of_weights
+
+    def _output(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
+        """Return the rows that a combine of `values`, [rows, H], sends."""
+        quantized, packed = self.config.quantized_output, self.config.packed_output
+        if quantized is None or packed is None:
+            return values
+        values = values if values.shape[1] == 1 or values.stride(1) == 1 else values.contiguous()
+        rows = self._empty((len(values), packed.words), torch.int32)
+        quantize_rows(values, rows, quantized.scales_at, quantized.how, record.groups.num_rows)
+        return rows
+
+    def _launch_of(self, rows: torch.Tensor) -> RowLaunch:
+        """Return how rows are pushed: packed ones differ from those of the experts' output."""
+        return RowLaunch.for_rows(rows.shape[1], rows.itemsize, self._num_sms)
 
     def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
         """Make this rank's receive buffers `own` known to peers, count the pairs of `ids` and share the counts."""
@@ -310,16 +331,17 @@ class TokenTransfer:
                 fill_rows(x, groups.num_rows, self._unused_rows)
 
     def _rows_to_receive(self) -> torch.Tensor:
-        """Return memory for the rows of a dispatch, [rows, H]."""
-        return self._new_rows()
+        """Return memory for the rows of a dispatch, [rows, H]; packed ones, if there are payloads."""
+        return self._new_rows(*self.config.dispatched)
 
     def output_rows(self, received: torch.Tensor) -> torch.Tensor:
         """Return memory for the experts' output, [rows, H], which `combine` copies the least of; `received`: the rows
         of the dispatch, or a view from their first element on."""
         return self._new_rows()
 
-    def _new_rows(self) -> torch.Tensor:
-        return self._empty((self.config.rows, self.config.hidden), self.config.dtype)
+    def _new_rows(self, elements: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return memory for rows, by default of the experts' output."""
+        return self._empty((self.config.rows, elements or self.config.hidden), dtype or self.config.dtype)
 
     def _new_numbers(self) -> torch.Tensor:
         return self._empty((self.config.rows,), torch.float32)

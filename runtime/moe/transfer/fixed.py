@@ -98,7 +98,8 @@ class FixedTransfer(SendRecvTransfer):
         buffers = [Buffers([buffer] * ranks, self.tables) for buffer in into]
         numbers, weight_buffers = (None, None) if weights is None else (received[1][:, None], buffers[1])
         padding = self.config.most_padding
-        push_rows(received[0], rows, buffers[0], record.groups, self.me, numbers, weight_buffers, padding, self.launch)
+        launch = self._launch_of(received[0])
+        push_rows(received[0], rows, buffers[0], record.groups, self.me, numbers, weight_buffers, padding, launch)
         if take is not None:
             take(into[0])
 
@@ -132,8 +133,8 @@ def with_splits(config: DispatchConfig, nodes: Sequence[Hashable]) -> tuple[Disp
         config: one without `splits`.
         nodes: the node of each rank.
     """
-    most, row = config.most_pairs, config.hidden * config.dtype.itemsize
-    prices = price_splits(nodes, most, most, row, NVLINK_INFINIBAND, True)
+    most = config.most_pairs
+    prices = price_splits(nodes, most, most, config.row_nbytes, NVLINK_INFINIBAND, True)
     if prices.cheaper == "fixed":
         config = replace(config, splits="fixed")
     why = (

@@ -46,8 +46,7 @@ def with_levels(
         return config, _text(config.two_level, "requested")
     if found is None:
         return replace(config, two_level=False), _text(False, "the machines of the ranks are not known")
-    row = config.hidden * config.dtype.itemsize
-    prices = price_levels(config.nodes, config.max_tokens, config.top_k, row, found)
+    prices = price_levels(config.nodes, config.max_tokens, config.top_k, config.row_nbytes, found)
     why = (
         f"the cheaper on {found.name} by {found.origin}: {prices.two:.0f} us and {prices.two_bytes:,.0f} bytes into a "
         f"node for a dispatch and a combine on two, {prices.one:.0f} us and {prices.one_bytes:,.0f} on one, with even "

@@ -40,7 +40,7 @@ class PushTransfer(TokenTransfer):
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
-        read = config.rows * config.hidden * config.dtype.itemsize
+        read = config.rows * config.combined_nbytes
         return {**super().nbytes(config, chunk_capacity), "expert output that peers read, during combine": read}
 
     def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
@@ -63,7 +63,8 @@ class PushTransfer(TokenTransfer):
         operation, record, x, (rows, *numbers), weights, take = delivery
         weight_buffers = numbers[0] if numbers else None
         padding = self.config.most_padding
-        push_rows(x, record.rows, rows, record.groups, self.me, weights, weight_buffers, padding, self.launch)
+        launch = self._launch_of(x)
+        push_rows(x, record.rows, rows, record.groups, self.me, weights, weight_buffers, padding, launch)
         yield self._barrier(operation + _LAST)
         if take is not None:
             take(rows.tensors[self.me])

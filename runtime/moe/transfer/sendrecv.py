@@ -43,7 +43,8 @@ class SendRecvTransfer(TokenTransfer):
         purposes[ROUTING] += received * 8
         # Each of the four operations sends rows in chunks and receives chunks.
         chunks = "chunks sent and received, during dispatch, combine and either's backward"
-        return {**purposes, chunks: (sent + received) * config.hidden * config.dtype.itemsize}
+        row = max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes)
+        return {**purposes, chunks: (sent + received) * row}
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -129,13 +130,13 @@ class SendRecvTransfer(TokenTransfer):
     def _packed(self, delivery: Delivery, number: int) -> list[torch.Tensor]:
         """Return all chunks that this rank sends: rows, [number, H], and weights, [number], if there are any."""
         _, record, x, _, weights, _ = delivery
-        ranks, packed, weight_buffers = self.config.ranks, [self._empty((number, self.config.hidden), x.dtype)], None
+        ranks, packed, weight_buffers = self.config.ranks, [self._empty((number, x.shape[1]), x.dtype)], None
         if weights is not None:
             packed.append(self._empty((number,), torch.float32))
             weight_buffers = Buffers([packed[1]] * ranks, self.tables)
         row_buffers = Buffers([packed[0]] * ranks, self.tables)
         # A chunk has no padding.
-        push_rows(x, record.rows, row_buffers, record.groups, self.me, weights, weight_buffers, 0, self.launch)
+        push_rows(x, record.rows, row_buffers, record.groups, self.me, weights, weight_buffers, 0, self._launch_of(x))
         return packed
 
     def _fetch(

@@ -70,7 +70,7 @@ class TwoLevelTransfer(PushTransfer):
         purposes = super().nbytes(config, chunk_capacity)
         ranks = config.node_ranks
         assert ranks is not None
-        k, row = config.top_k, config.hidden * config.dtype.itemsize
+        k, row = config.top_k, max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes)
         sent = config.max_tokens * min(k, len(ranks.members) - 1)
         forwarded = config.max_tokens * max(len(ranks.sources(rank)) for rank in range(config.ranks))
         purposes[ROUTING] += sent * 8 + forwarded * 12 * k
@@ -127,12 +127,13 @@ class TwoLevelTransfer(PushTransfer):
     ) -> Steps[torch.Tensor | None]:
         operation = COMBINE if numbers is None else UNDISPATCH
         forwards, forwarded = _forwarded(record)
-        given = (values,) if numbers is None else (values, numbers)
+        quantized = self.config.quantized_output if numbers is None else None
+        given = (self._output(values, record),) if numbers is None else (values, numbers)
         buffers = yield from self._offer(operation, *[self._addressable(x, record) for x in given])
         n, hidden, dtype = int(forwards.sends.sum()), self.config.hidden, self.config.dtype
         returned = self._empty((len(forwarded.key), hidden), dtype)
         their_weights = None if weights is None else forwards.weights[: len(returned)]
-        combine_rows(forwarded, buffers[0], returned, their_weights, None, self.launch)
+        combine_rows(forwarded, buffers[0], returned, their_weights, None, self.launch, quantized=quantized)
         others = self._empty((n, hidden), dtype)
         # In float32 the first two nodes may be added in any order, and so in the result itself.
         here = dtype is torch.float32 and add is None and self._node < 2
@@ -140,7 +141,7 @@ class TwoLevelTransfer(PushTransfer):
         of_pairs: list[torch.Tensor] = []
 
         def sum_own() -> None:
-            combine_rows(record.rows, buffers[0], own, weights, None, self.launch)
+            combine_rows(record.rows, buffers[0], own, weights, None, self.launch, quantized=quantized)
             if numbers is not None:
                 of_pairs.append(gather_values(record.rows, buffers[1]))
 
@@ -265,9 +266,9 @@ class TwoLevelTransfer(PushTransfer):
             beside: further tensors to send and to receive, with a row for each token.
         """
         operation, record, x, into, weights, _ = delivery
-        packed = self._empty((len(token), self.config.hidden), x.dtype)
+        packed = self._empty((len(token), x.shape[1]), x.dtype)
         torch.index_select(x, 0, token, out=packed)
-        received = self._empty((sum(numbers), self.config.hidden), x.dtype)
+        received = self._empty((sum(numbers), x.shape[1]), x.dtype)
 
         def push_own() -> None:
             self._push(x, record.rows, delivery, weights, self.config.most_padding)
@@ -294,7 +295,8 @@ class TwoLevelTransfer(PushTransfer):
     ) -> None:
         buffers, *more = delivery.into
         numbers = more[0] if more and weights is not None else None
-        push_rows(x, rows, buffers, delivery.record.groups, self._at, weights, numbers, padding, self.launch)
+        launch = self._launch_of(x)
+        push_rows(x, rows, buffers, delivery.record.groups, self._at, weights, numbers, padding, launch)
 
     def _locate_forwarded(self, experts: torch.Tensor, numbers: list[int], record: DispatchRecord) -> TokenRows:
         """Return the rows on this node of the forwarded tokens; `experts`: int32 [F, K], physical, -1 for none."""

@@ -36,7 +36,7 @@ from ...transports.buffer_pool import BufferPool, BufferPoolTransport, capturing
 from ...transports.symmetric_memory.window import ALIGNMENT, window_size
 from ..config import DispatchConfig, round_up
 from ..dispatch_record import DispatchRecord, Tokens
-from .base import Delivery, Read, Shared, Steps, TokenTransfer
+from .base import DISPATCH, Delivery, Read, Shared, Steps, TokenTransfer
 
 _LAST = 1  # the second barrier of an operation, added to its number
 # Of a transfer; each keeps memory for the (token, k) pairs. More shapes are dispatched without.
@@ -45,7 +45,7 @@ _MOST_REPEATED = 16
 
 def window_nbytes(config: DispatchConfig) -> int:
     """Return the bytes of a rank's part of a window."""
-    return sum(round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT) for shape, dtype in _parts(config))
+    return sum(round_up(nbytes, ALIGNMENT) for nbytes in _parts(config))
 
 
 def uses_buffer_pool(config: DispatchConfig) -> bool:
@@ -54,17 +54,13 @@ def uses_buffer_pool(config: DispatchConfig) -> bool:
 
 
 def buffer_nbytes(config: DispatchConfig) -> int:
-    """Return the bytes of the rows of one dispatch."""
-    return config.rows * config.hidden * config.dtype.itemsize
+    """Return the bytes of the rows of one dispatch, or of the experts' output, whichever are more."""
+    return config.rows * max(config.dispatched_nbytes, config.hidden * config.dtype.itemsize, config.combined_nbytes)
 
 
-def _parts(config: DispatchConfig) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Counts and the index of the wanted buffer, weights of rows, and rows."""
-    return [
-        ((config.ranks, config.bounds[-1] + 2), torch.int32),
-        ((config.rows,), torch.float32),
-        ((config.rows, config.hidden), config.dtype),
-    ]
+def _parts(config: DispatchConfig) -> tuple[int, int, int]:
+    """Return the bytes of counts and the index of the wanted buffer, of the weights of rows, and of rows."""
+    return config.ranks * (config.bounds[-1] + 2) * 4, config.rows * 4, buffer_nbytes(config)
 
 
 def _nothing() -> None:
@@ -88,35 +84,50 @@ class WindowTransfer(TokenTransfer):
         self._repeated: dict[tuple[Any, ...], RepeatedDispatch] = {}
         self._window.build(config.dtype)
         self._window.build(torch.float32)
+        if config.packed is not None or config.packed_output is not None:
+            self._window.build(torch.int32)
         first, parts = 0, []
-        for shape, dtype in _parts(config):
-            nbytes = math.prod(shape) * dtype.itemsize
-            memory = {r: data[first : first + nbytes] for r, data in self._window.data.items()}
-            parts.append(self._by_rank(memory, dtype, shape))
+        for nbytes in _parts(config):
+            parts.append({r: data[first : first + nbytes] for r, data in self._window.data.items()})
             first += round_up(nbytes, ALIGNMENT)
-        self._matrices, self._numbers, self._rows = (Buffers(tensors, self.tables) for tensors in parts)
+        counts, numbers, of_window = parts
+        self._matrices = self._buffers([counts], (config.ranks, config.bounds[-1] + 2), torch.int32)
+        self._numbers = self._buffers([numbers], (config.rows,), torch.float32)
         self._like_numbers = self._numbers.tensors[self.me][:1].expand(config.rows)  # contiguous ones are made of it
         self._pool: BufferPool | None = None
-        pooled: list[list[torch.Tensor]] = []
+        pieces = [of_window]
         if uses_buffer_pool(config):
-            nbytes = buffer_nbytes(config)
-            self._pool = self._windows.buffer_pool(group, nbytes, config.pooled_buffers)
-            pieces = [{r: m[:nbytes] for r, m in piece.items()} for piece in self._pool.pieces]
-            pooled = [self._by_rank(piece, config.dtype, shape) for piece in pieces]
+            self._pool = self._windows.buffer_pool(group, buffer_nbytes(config), config.pooled_buffers)
+            pieces += self._pool.pieces
         # For each destination its window, then its pooled buffers.
-        self._each = 1 + len(pooled)
-        candidates = [b for of_destination in zip(parts[-1], *pooled, strict=True) for b in of_destination]
-        self._candidates = Buffers(candidates, self.tables)
-        for buffers in (self._matrices, self._numbers, self._rows, self._candidates):
-            buffers.table()  # uploaded here, since a call may be captured in a CUDA graph
-        # The buffers whose indices all ranks have sent, until they leave the window.
-        self._wanted = ChosenBuffers(self._candidates, self._matrices.tensors[self.me][:, -1], self._error)
+        self._each = len(pieces)
+        of_output = (config.rows, config.hidden), config.dtype
+        of_dispatch = (config.rows, config.dispatched[0]), config.dispatched[1]
+        self._rows, self._candidates = self._buffers(pieces[:1], *of_output), self._buffers(pieces, *of_output)
+        # Rows of dispatch lie in the same memory.
+        packed = config.packed is not None
+        self._received = self._buffers(pieces[:1], *of_dispatch) if packed else self._rows
+        self._received_candidates = self._buffers(pieces, *of_dispatch) if packed else self._candidates
+        self._outputs, self._output_candidates = self._rows, self._candidates
+        if config.packed_output is not None:
+            of_combine = (config.rows, config.packed_output.words), torch.int32
+            self._outputs = self._buffers(pieces[:1], *of_combine)
+            self._output_candidates = self._buffers(pieces, *of_combine)
+        # The buffers whose indices all ranks have sent, until they leave the window: of dispatch, and of combine.
+        self._wanted, self._wanted_outputs, self._wanted_received = (
+            ChosenBuffers(candidates, self._matrices.tensors[self.me][:, -1], self._error)
+            for candidates in (self._candidates, self._output_candidates, self._received_candidates)
+        )
 
-    def _by_rank(
-        self, memory: Mapping[int, torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> list[torch.Tensor]:
-        """Return views of each rank's memory, in the dispatcher's order of ranks."""
-        return [memory[rank].view(dtype).view(shape) for rank in self.ranks]
+    def _buffers(
+        self, pieces: Sequence[Mapping[int, torch.Tensor]], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Buffers:
+        """Return the beginnings of each rank's pieces of memory, rank by rank in the dispatcher's order."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        tensors = [piece[rank][:nbytes].view(dtype).view(shape) for rank in self.ranks for piece in pieces]
+        buffers = Buffers(tensors, self.tables)
+        buffers.table()  # uploaded here, since a call may be captured in a CUDA graph
+        return buffers
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
@@ -194,7 +205,8 @@ class WindowTransfer(TokenTransfer):
         return found if of_pairs is None else of_pairs
 
     def _rows_to_receive(self) -> torch.Tensor:
-        return self._pooled_rows(False, "rows of a token dispatch: all pooled buffers are in use")
+        otherwise = "rows of a token dispatch: all pooled buffers are in use"
+        return self._pooled_rows(False, otherwise, *self.config.dispatched)
 
     def _new_numbers(self) -> torch.Tensor:
         return torch.empty_like(self._like_numbers)
@@ -206,23 +218,26 @@ class WindowTransfer(TokenTransfer):
             return self._new_rows()
         return self._pooled_rows(True, "expert output of a token combine: all pooled buffers are in use")
 
-    def _pooled_rows(self, lend: bool, otherwise: str) -> torch.Tensor:
-        """Return [rows, H], on a pooled buffer if one is free; `otherwise`: the copy that its lack costs."""
+    def _pooled_rows(
+        self, lend: bool, otherwise: str, elements: int | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return `_new_rows`, on a pooled buffer if one is free; `otherwise`: the copy that its lack costs."""
         if self._pool is None:
-            return self._new_rows()
+            return self._new_rows(elements, dtype)
         buffer = self._pool.take(lend)
         if buffer is None:
             stats().copies[otherwise] += 1
-            return self._new_rows()
+            return self._new_rows(elements, dtype)
+        elements = elements or self.config.hidden
         # Not a view: autograd forbids in-place writes to views that custom functions return.
-        rows = torch.empty(0, dtype=self.config.dtype, device=self.device)
-        return rows.set_(buffer.untyped_storage(), 0, (self.config.rows, self.config.hidden), (self.config.hidden, 1))
+        rows = torch.empty(0, dtype=dtype or self.config.dtype, device=self.device)
+        return rows.set_(buffer.untyped_storage(), 0, (self.config.rows, elements), (elements, 1))
 
     def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
         yield from ()  # a generator, as in all transfers
         if ids is None:
             self._acquire()
-            return Shared((self._rows, own))
+            return Shared((self._received if operation == DISPATCH else self._rows, own))
         share = CountShare(self._matrices, self.me, self._candidate(self._pooled(own[0])), self._barrier(operation))
         if share.barrier is None:
             self._acquire()
@@ -231,7 +246,7 @@ class WindowTransfer(TokenTransfer):
             self._signal("barrier", operation)
         else:
             self._acquired()
-        return Shared((self._wanted, own), counted, self._matrices.tensors[self.me])
+        return Shared((self._wanted_received, own), counted, self._matrices.tensors[self.me])
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         yield from ()
@@ -239,12 +254,12 @@ class WindowTransfer(TokenTransfer):
         weight_buffers, num_rows = None if weights is None else self._numbers, record.groups.num_rows
         padding = self.config.most_padding
         barrier = self._barrier(operation + _LAST)
-        push_rows(
-            x, record.rows, buffers, record.groups, self.me, weights, weight_buffers, padding, self.launch, barrier
-        )
+        launch = self._launch_of(x)
+        push_rows(x, record.rows, buffers, record.groups, self.me, weights, weight_buffers, padding, launch, barrier)
         if barrier is None:
             self._signal("barrier", operation + _LAST)
-        rows, numbers = self._rows.tensors[self.me], self._numbers.tensors[self.me]
+        of_window = self._received if operation == DISPATCH else self._rows
+        rows, numbers = of_window.tensors[self.me], self._numbers.tensors[self.me]
         copied = take is None and self._pooled(own[0]) is None
         if take is not None:
             take(rows)
@@ -293,11 +308,14 @@ class WindowTransfer(TokenTransfer):
 
     def _offered(self, values: torch.Tensor, num_rows: torch.Tensor, barrier: WindowBarrier | None = None) -> Buffers:
         """Bring rows to where peers read them; return the buffers that all ranks' rows are in after the barrier."""
+        of_window, wanted = self._rows, self._wanted
+        if values.dtype is torch.int32:  # quantized
+            of_window, wanted = self._outputs, self._wanted_outputs
         if self._pool is None:
-            self._copied_to_window(values, self._rows, num_rows, barrier)
-            return self._rows
+            self._copied_to_window(values, of_window, num_rows, barrier)
+            return of_window
         lent = self._pool.lent(values) if values.is_contiguous() else None
-        values, to = (values.contiguous(), self._rows.tensors[self.me]) if lent is None else (values, None)
+        values, to = (values.contiguous(), of_window.tensors[self.me]) if lent is None else (values, None)
         matrix = self._matrices.tensors[self.me]
         place = (self.me + 1) * matrix.shape[1] - 1  # where dispatch has the index of the wanted buffer
         offer_rows(values, to, num_rows, self._matrices, place, self._candidate(lent), barrier)
@@ -306,7 +324,7 @@ class WindowTransfer(TokenTransfer):
         if lent is not None:
             # Kept until this rank has waited for the peers that read it: then it may be written again.
             self._window.after_acquire[capturing(self.device)] = partial(self._pool.follow, values)
-        return self._wanted
+        return wanted
 
     def _candidate(self, number: int | None) -> int:
         """Return the index among all candidates of this rank's pooled buffer; None: of its window."""
