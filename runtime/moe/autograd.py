@@ -61,7 +61,8 @@ def combine_tokens(
     weighted: bool,
 ) -> list[torch.Tensor]:
     """TokenDispatcher.combine of all ranks in this process."""
-    values = [_rows_of(engine, v) for v in values]
+    if engine.config.batched:
+        values = [_padded(v.reshape(-1, engine.config.hidden), engine.config.rows) for v in values]
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)
     given = given_outs(outs)
@@ -85,7 +86,8 @@ def start_combine(
     weighted: bool,
 ) -> Callable[[], list[torch.Tensor]]:
     """TokenDispatcher.combine_start of all ranks in this process; return a function that waits for the sums."""
-    values = [_rows_of(engine, v) for v in values]
+    if engine.config.batched:
+        values = [_padded(v.reshape(-1, engine.config.hidden), engine.config.rows) for v in values]
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)
     given = given_outs(outs)
@@ -129,12 +131,6 @@ def given_outs(outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     if given and len(given) < len(outs):
         raise ArgumentError(f"out: {len(given)} of {len(outs)} given; allowed: one for each rank, or None")
     return given
-
-
-def _rows_of(engine: TokenEngine, values: torch.Tensor) -> torch.Tensor:
-    """Return the values of a rank's experts as [rows, H]."""
-    config = engine.config
-    return _padded(values.reshape(-1, config.hidden), config.rows) if config.batched else values
 
 
 def _padded(values: torch.Tensor, rows: int) -> torch.Tensor:
