@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.profiler import record_function
 
 from ...errors import UnsupportedError
 from ..environment import requested_nvtx
-
-
-def _profiles() -> bool:
-    """Whether a profiler is on: on any thread, since calls in the background are made on another one."""
-    return torch.autograd.profiler._is_profiler_enabled
 
 
 def _always() -> bool:
@@ -42,6 +38,9 @@ def _nvtx_range(name: str) -> Iterator[None]:
         torch.cuda.nvtx.range_pop()
 
 
+# Whether a profiler is on, on any thread: calls in the background are made on another one.
+_off: bool = torch.autograd.profiler._is_profiler_enabled  # at import
+_profiles: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled", _off)
 # Read once: without NVTX a call only asks torch whether a profiler is on.
 if requested_nvtx():
     _check_nvtx()

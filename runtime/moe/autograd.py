@@ -70,7 +70,8 @@ def combine_tokens(
     weighted: bool,
 ) -> list[torch.Tensor]:
     """TokenDispatcher.combine of all ranks in this process."""
-    values = [_rows_of(engine, v) for v in values]
+    if engine.config.batched:
+        values = [_padded(v.reshape(-1, engine.config.hidden), engine.config.rows) for v in values]
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)
     given = given_outs(outs)
@@ -94,7 +95,8 @@ def start_combine(
     weighted: bool,
 ) -> Callable[[], list[torch.Tensor]]:
     """TokenDispatcher.combine_start of all ranks in this process; return a function that waits for the sums."""
-    values = [_rows_of(engine, v) for v in values]
+    if engine.config.batched:
+        values = [_padded(v.reshape(-1, engine.config.hidden), engine.config.rows) for v in values]
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)
     given = given_outs(outs)
@@ -138,12 +140,6 @@ def given_outs(outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     if given and len(given) < len(outs):
         raise ArgumentError(f"out: {len(given)} of {len(outs)} given; allowed: one for each rank, or None")
     return given
-
-
-def _rows_of(engine: TokenEngine, values: torch.Tensor) -> torch.Tensor:
-    """Return the values of a rank's experts as [rows, H]."""
-    config = engine.config
-    return _padded(values.reshape(-1, config.hidden), config.rows) if config.batched else values
 
 
 def _by_group(rows: torch.Tensor, groups: int, config: DispatchConfig) -> torch.Tensor:

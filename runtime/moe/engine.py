@@ -109,7 +109,8 @@ class TokenEngine:
         """
         with on_device(self.transfers[0].device):
             received: list[Received] = self.run(DISPATCH, self._dispatches(tokens, outs, known))
-            self.started.note(self._overflow)  # they were before this one
+            if self.started.overflows:
+                self.started.note(self._overflow)  # they were before this one
             if known is None:
                 self._overflow.add(received[0][1].groups.overflow)
             return received

@@ -18,11 +18,15 @@ T = TypeVar("T")
 
 
 class StartedCalls:
-    """The dispatches and combines of a dispatcher that have started, in this order."""
+    """The dispatches and combines of a dispatcher that have started, in this order.
+
+    Attributes:
+        overflows: for each dispatch whose overflow has not been noted, the function that waits for it.
+    """
 
     def __init__(self) -> None:
         self._pending: deque[weakref.ref[PendingTokens]] = deque()
-        self._overflows: deque[Callable[[], torch.Tensor]] = deque()
+        self.overflows: deque[Callable[[], torch.Tensor]] = deque()
         self._number = 0
         self._lock = threading.Lock()
 
@@ -38,16 +42,16 @@ class StartedCalls:
     def add_overflow(self, overflow: Callable[[], torch.Tensor]) -> None:
         """Add a started dispatch, whose `Groups.overflow` this function waits for."""
         with self._lock:
-            self._overflows.append(overflow)
+            self.overflows.append(overflow)
 
     def note(self, noted: Overflow, last: object = None) -> None:
         """Note the overflow of started dispatches, up to the one that added `last`, if it is given. Waits for them. One
         that failed has invalidated the transport, which later calls raise."""
         while True:
             with self._lock:
-                if not self._overflows or (last is not None and last not in self._overflows):
+                if not self.overflows or (last is not None and last not in self.overflows):
                     return  # `last` was noted by a later call, or just now
-                overflow = self._overflows.popleft()
+                overflow = self.overflows.popleft()
             with suppress(Exception):
                 noted.add(overflow())
 
