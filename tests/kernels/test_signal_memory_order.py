@@ -114,11 +114,11 @@ def test_reuse_before_the_end_of_reads_is_found(variant: str) -> None:
 
 
 def reused(
-    ranks: Ranks, data: int, writer: Behaviour, change: Callable[[str], str] = str
+    ranks: Ranks, data: int, writer: Behaviour, change: Callable[[str], str] = str, part: tuple[int, int] = (0, 1)
 ) -> tuple[list[str], list[str]]:
     """Executions in which rank 1 reads in its first call what rank 0 writes in its first, and in a later one."""
     good, bad = [], []
-    for found in executions(ranks, {0: writer, 1: Behaviour(ranks.calls(1, 1) + 1)}, data, change):
+    for found in executions(ranks, {0: writer, 1: Behaviour(ranks.calls(1, 1) + 1)}, data, change, part=part):
         (read,) = reads(found, 1)
         for write in writes(found, 0):
             first = "launch 1," in str(write.thread.block)
@@ -175,13 +175,14 @@ def test_later_kernels_of_a_rank_know_that_it_failed() -> None:
 
 
 @long
-def test_peers_of_a_rank_that_stopped_waiting_do_not_take_its_next_data() -> None:
-    """A program whose wait failed writes nothing."""
+@pytest.mark.parametrize("part", range(4))
+def test_peers_of_a_rank_that_stopped_waiting_do_not_take_its_next_data(part: int) -> None:
+    """A program whose wait failed writes nothing. In parts, since there are many ways through its launches."""
     ranks = Ranks.exchanging(2, 3, "push")
     data = followed(ranks, 0, 1, "push")
     last = last_write(ranks, 0, data)
-    good, bad = reused(ranks, data, Behaviour(last, failing={last}, expired=True))
-    assert good and not bad, bad
+    good, bad = reused(ranks, data, Behaviour(last, failing={last}, expired=True), part=(part, 4))
+    assert (good or part) and not bad, bad
 
 
 # Rows of tokens: signals at the ends of launches, and in launches of their own.
