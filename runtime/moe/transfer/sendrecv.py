@@ -43,7 +43,7 @@ class SendRecvTransfer(TokenTransfer):
         purposes[ROUTING] += received * 8
         # Each of the four operations sends rows in chunks and receives chunks.
         chunks = "chunks sent and received, during dispatch, combine and either's backward"
-        row = max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes)
+        row = max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes, config.combined_nbytes)
         return {**purposes, chunks: (sent + received) * row}
 
     def __init__(self, *args: Any) -> None:
