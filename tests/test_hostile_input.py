@@ -19,6 +19,8 @@ from variants import crossed
 
 import shardweave
 from shardweave.__main__ import main
+from shardweave.bench.harness.compare import compare
+from shardweave.bench.harness.markdown import as_markdown
 from shardweave.bench.harness.result_file import read
 from shardweave.errors import ArgumentError, ShardweaveError, UnsupportedError
 from shardweave.planner import NVLINK_INFINIBAND, NVLINK_NODE, Layout, MachineFigures, Program, Topology
@@ -103,7 +105,9 @@ def trace(text: str, folder: Path) -> None:
 def results(text: str, folder: Path) -> None:
     path = folder / "results.json"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    read(path, "FILE")
+    found = read(path, "FILE")
+    as_markdown(found)
+    compare(found, found)
 
 
 def command_line(text: str, folder: Path) -> None:

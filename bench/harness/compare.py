@@ -118,7 +118,7 @@ def _are_paired(a: Row, b: Row) -> bool:
 
 def _quotients(y: np.ndarray, x: np.ndarray) -> np.ndarray:
     """0 ÷ 0 is 1."""
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.nan_to_num(np.divide(y, x), nan=1.0, posinf=np.inf)
 
 

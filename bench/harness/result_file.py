@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, shown
 
 # Of a sample in pytest-benchmark's seconds.
 UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
@@ -154,6 +154,26 @@ class Results:
         return json.dumps({**self.head(), "benchmarks": benchmarks}, indent=1, ensure_ascii=False) + "\n"
 
 
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("suite", "case", "contender", "unit", "note", "why", "date", "command", "scale", "match"), (str,)),
+    **dict.fromkeys(("cpu", "system", "python", "torch", "triton", "commit", "uncommitted_changes", "driver"), (str,)),
+    **dict.fromkeys(("bytes", "bound_bytes"), (int, type(None))), "share_of_ceiling": (int, float, type(None)),
+    **dict.fromkeys(("last_level_cache_mib", "memory_gib", "cores"), (int, float)), "paired": (bool,), "gpus": (list,),
+    **dict.fromkeys(("detail", "machine", "rotation"), (dict,)), "bytes are": (str,),
+}  # fmt: skip
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: a value of another type than `_TYPES` has for its name, or a list that is not of texts.
+    """
+    for name, value in values.items():
+        types = _TYPES.get(name)
+        if types and type(value) not in types or types == (list,) and not all(isinstance(one, str) for one in value):
+            raise ValueError(f"{name}: {shown(value)}")
+
+
 def read(path: Path, argument: str) -> Results:
     """Read a result file.
 
@@ -165,9 +185,15 @@ def read(path: Path, argument: str) -> Results:
         date, command, scale, match, machine, absent, faults = (content[name] for name in _HEAD)
         rows = [Row.of(one) for one in content["benchmarks"]]
         absent, faults = ([Missing(**one) for one in some] for some in (absent, faults))
+        _check({"date": date, "command": command, "scale": scale, "match": match, "machine": machine})
+        _check({name: machine[name] for name in ("cpu", "cores", "gpus")} | machine)
+        for one in (*rows, *absent, *faults):
+            _check(vars(one))
+        for row in rows:
+            _check(row.detail)
         if len({row.key for row in rows}) < len(rows) or not (rows or absent or faults):
             raise ValueError("no rows, or one of them twice")
         return Results(date, command, scale, machine, rows, absent, faults, match)
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         allowed = "what `python -m shardweave bench --json` writes"
         raise ArgumentError(f"{argument}: {str(path)!r} cannot be read: {error!r}; allowed: {allowed}") from None

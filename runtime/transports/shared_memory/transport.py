@@ -115,7 +115,8 @@ class _Peer:
             except (FileNotFoundError, PermissionError) as error:
                 if isinstance(error, PermissionError) and is_running(self.pid):
                     raise TransportError(f"the memory of {self} may no longer be mapped: {error}") from error
-                raise PeerError(f"{self} is gone, and its memory with it: {error}") from error
+                what = f"{self} is gone, and its memory with it" if self.has_died() else f"the memory of {self} is gone"
+                raise PeerError(f"{what}: {error}") from error
             segment = self._segments[index] = bytes_of(mapped)
         return segment
 
@@ -196,7 +197,12 @@ class SharedMemoryTransport:
 
     def open(self, address: Address, nbytes: int) -> torch.Tensor:
         rank, segment, offset = address
-        whole = self._pool.segments[segment].bytes if rank == self.rank else self._peers[rank].segment(segment)
+        if rank == self.rank:
+            return self._pool.segments[segment].bytes[offset : offset + nbytes]
+        try:
+            whole = self._peers[rank].segment(segment)
+        except PeerError as error:  # a peer that fails removes its names
+            raise PeerError(f"{error}{self.rendezvous.why_late(rank)}") from error
         return whole[offset : offset + nbytes]
 
     def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Address, object]:
@@ -379,6 +385,7 @@ class SharedMemoryTransport:
             if isinstance(error, FileNotFoundError) or not is_running(key.pid):
                 raise PeerError(
                     f"rank {rank} (process {key.pid}) is gone; rank {self.rank} was waiting for it: {error}"
+                    f"{self.rendezvous.why_late(rank)}"
                 ) from error
             raise TransportError(
                 f"rank {self.rank} may not map the memory of rank {rank} (process {key.pid}): {error}; "

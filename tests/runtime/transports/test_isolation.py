@@ -169,6 +169,16 @@ def stale_pool(rank: int) -> torch.Tensor:
     return result + 0 * kept.nan_to_num(0, 0, 0).sum()
 
 
+def failed_pool(rank: int) -> torch.Tensor:
+    """Rank 1 has failed because of another rank, and has removed the names of memory that rank 0 has not mapped."""
+    pool = current_transports()._shared_memory()._pool
+    pool.empty((5,), torch.float32)
+    if rank == 1:
+        current_transports().rendezvous.fail("rank 1 failed: rank 7 is the cause")
+        os.unlink(pool.segments[0].key.path)
+    return _redistributed_beside(None)
+
+
 def foreign_key(rank: int) -> torch.Tensor:
     """Rank 1 writes the key of another process to the store."""
     transport = current_transports()._shared_memory()
@@ -200,3 +210,9 @@ def test_stale_and_foreign_segments_are_refused(function: Callable[[int], torch.
     assert "victim" in ends[0].message or function is foreign_key, ends
     assert ends[1].error in ("PeerError", "MeetingTimeoutError"), ends
     assert all("AssertionError" not in end.message for end in ends), ends
+
+
+@pytest.mark.multi
+def test_error_names_the_cause_where_a_failed_peer_has_removed_its_memory() -> None:
+    ends = end_ranks(failed_pool, 2, environment={"SHARDWEAVE_TIMEOUT": "10", "SHARDWEAVE_SEGMENTS": "named"})
+    assert ends[0].error == "PeerError" and "rank 7 is the cause" in ends[0].message, ends
