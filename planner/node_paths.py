@@ -12,7 +12,9 @@ from .cost.node_cost import node_step_price
 from .cost.priced_ranks import priced_ranks
 from .cost.step_cost import StepPrice
 from .cost.topology import Topology
-from .exchange.node_change import NodeChange, elements_into_nodes, layout_change
+from .exchange.node_change import NodeChange, layout_change
+from .exchange.senders import transfer_table
+from .exchange.transfer_table import elements_into_nodes
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh
 from .layouts.node_layout import MAX_RANKS, Kind, NodeLayout
@@ -28,36 +30,35 @@ _ALIKE = 1.1
 """Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it."""
 
 
-def node_path(
-    mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
-) -> Path | None:
-    """The best path from `source` to `target` in which the ranks of a node share what it receives, and add what it
-    sends: of those that cost at most `_ALIKE` times the cheapest the one by which the busiest node receives least.
+def best_path(
+    mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology, found: Path
+) -> Path:
+    """The best of `found`, the cheapest path that a search has found, and of the paths in which the ranks of a node
+    share what it receives, and add what it sends: of those that cost at most `_ALIKE` times the cheapest the one by
+    which the busiest node receives least.
 
-    None on a topology of `node_size` alone (`Topology.has_only_node_size`), where the nodes are the product of mesh
-    dims, for strided shards, for mesh dims that become partial, and on meshes of more than `MAX_RANKS` ranks.
+    It is `found` on a topology of `node_size` alone (`Topology.has_only_node_size`), where the nodes are the product of
+    mesh dims, for strided shards, for mesh dims that become partial, and on meshes of more than `MAX_RANKS` ranks.
     """
-    paths = node_paths(mesh, shape, dtype, source, target, topology)
-    if not paths:
-        return None
+    paths = [found, *node_paths(mesh, shape, dtype, source, target, topology)]
     limit = _ALIKE * min(path.us for path in paths)
+    paths = [path for path in paths if path.us <= limit]
+    if len(paths) == 1:
+        return paths[0]
 
     def received(path: Path) -> tuple[int, float]:
-        into = np.array([elements_into_nodes(change(a, b), shape) for a, b in pairwise(path.layouts)])
+        changes = [layout_change(mesh, dtype, a, b, topology.rank_nodes) for a, b in pairwise(path.layouts)]
+        into = np.array([elements_into_nodes(transfer_table(change, shape), nodes) for change in changes])
         return int(into.sum(axis=0).max()), path.us
 
-    def change(a: Layout, b: Layout) -> NodeChange:
-        found = layout_change(mesh, dtype, a, b, topology.rank_nodes)
-        assert isinstance(found, NodeChange)
-        return found
-
-    return min((path for path in paths if path.us <= limit), key=received)
+    nodes = np.unique(topology.nodes_of(mesh.rank_array), return_inverse=True)[1]
+    return min(paths, key=received)
 
 
 def node_paths(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
 ) -> list[Path]:
-    """The paths that `node_path` compares."""
+    """The paths that `best_path` compares with that of a search."""
     if not _applies(mesh, source, target, topology):
         return []
     paths: list[Path] = []

@@ -26,7 +26,7 @@ from .layouts.mesh import Mesh, whole_numbers
 from .layouts.nodes import Nodes
 from .layouts.placements import Shard
 from .mesh_split import split_by_fan_in, split_by_nodes
-from .node_paths import node_path
+from .node_paths import best_path
 from .path import Path
 from .program import Program
 from .program_base import Requested
@@ -243,10 +243,10 @@ def _search(
         return _SearchResult(mesh, source, target, Path((start,), 0.0, nbytes))
     search = Search(mesh, shape, dtype, start, end, topology)
     if max_bytes is None:
-        path = search.cheapest()
-        through_nodes = node_path(mesh, shape, dtype, start, end, topology)
-        if through_nodes is not None and through_nodes.us < path.us:
-            path = replace(through_nodes, others=(replace(path, others=()), *path.others))
+        found = search.cheapest()
+        path = best_path(mesh, shape, dtype, start, end, topology, found)
+        if path is not found:
+            path = replace(path, others=(replace(found, others=()), *found.others))
         return _SearchResult(mesh, source, target, path)
 
     def peak_bytes(path: Path) -> int:

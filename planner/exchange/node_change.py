@@ -114,16 +114,6 @@ def node_transfer_table(change: NodeChange, shape: tuple[int, ...]) -> TransferT
     return TransferTable(receiver, sender, *starts, extent, ones, ones, tuple(range(len(shape))))
 
 
-def elements_into_nodes(change: NodeChange, shape: tuple[int, ...]) -> np.ndarray:
-    """[nodes] the elements that enter each node, by ascending number of the node."""
-    table = node_transfer_table(change, shape)
-    node = np.unique(nodes_of(change.source_mesh.rank_array, change.nodes), return_inverse=True)[1]
-    receiver = np.broadcast_to(table.receiver[:, None], table.sender.shape)
-    elements = np.broadcast_to(table.elements[:, None], table.sender.shape)
-    far = (table.sender != FILL) & (node[table.sender] != node[receiver])
-    return np.bincount(node[receiver[far]], weights=elements[far], minlength=node.max() + 1).astype(np.int64)
-
-
 @lru_cache(maxsize=256)
 def shard_boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """`boxes_of_all`; cached."""

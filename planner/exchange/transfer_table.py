@@ -132,3 +132,15 @@ class TransferTable:
 
 
 _COLUMNS = tuple([f.name for f in fields(TransferTable) if f.name != "axes"])
+
+
+def elements_into_nodes(table: TransferTable, node: np.ndarray) -> np.ndarray:
+    """[nodes] the elements that enter each node by the boxes of all ranks.
+
+    Args:
+        node: [positions] the index of the node of each rank.
+    """
+    receiver = np.broadcast_to(table.receiver[:, None], table.sender.shape)
+    elements = np.broadcast_to(table.elements[:, None], table.sender.shape)
+    far = (table.sender != FILL) & (node[table.sender] != node[receiver])
+    return np.bincount(node[receiver[far]], weights=elements[far], minlength=node.max() + 1).astype(np.int64)

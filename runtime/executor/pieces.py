@@ -28,6 +28,11 @@ class Cut(NamedTuple):
     stop: int
 
 
+def is_worth_cutting(nbytes: int) -> bool:
+    """Whether messages of so many bytes together are handled in pieces. Messages of fewer are not cut in any case."""
+    return nbytes > PIECE_BYTES
+
+
 def cuts_of(extent: Sequence[int], itemsize: int) -> list[Cut | None]:
     """The parts of a box of at most `PIECE_BYTES` or of one index each; [None] if it is not cut. Packed one after the
     other they are the packed box."""

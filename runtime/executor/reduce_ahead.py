@@ -24,7 +24,7 @@ def can_reduce_ahead(first: object, second: object) -> TypeGuard[PutStep]:
     if not isinstance(second, SendRecvStep | HierarchicalStep):
         return False
     messages = second.remote if isinstance(second, HierarchicalStep) else second
-    is_cut = messages.in_pieces and len({rank for rank, *_ in messages.sends}) < len(messages.sends) <= _MOST_PIECES
+    is_cut = messages.in_pieces and 1 < len(messages.sends) <= _MOST_PIECES
     return is_cut and not messages.keep_scattered and is_plain(first.boxes) and is_plain(second.boxes)
 
 

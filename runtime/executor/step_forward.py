@@ -25,8 +25,7 @@ def can_forward(first: object, second: object) -> TypeGuard[FirstStep]:
     if not isinstance(first, FirstStep) or type(second) is not PutStep or second.step.reduce or not second.peers:
         return False
     messages = first.remote if isinstance(first, HierarchicalStep) else first
-    is_cut = messages.in_pieces and len(messages.receives) > len({rank for rank, *_ in messages.receives})
-    return is_cut and is_plain(first.boxes) and is_plain(second.boxes)
+    return messages.in_pieces and len(messages.receives) > 1 and is_plain(first.boxes) and is_plain(second.boxes)
 
 
 class ForwardStep:

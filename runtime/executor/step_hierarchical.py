@@ -106,7 +106,8 @@ class HierarchicalStep(PutStep):
         if unreduced:
             self.remote.reductions[-1](unreduced.buffers, [x])
         self.push_all(x, opened.addresses)
-        yield from self.close(opened, fingerprint, partial(self.push_own, x, opened) if self.own else None)
+        own = partial(self.push, x, self.own, opened.address, self.own_nbytes) if self.own else None
+        yield from self.close(opened, fingerprint, own)
         buffers = [x, opened.receive_buffer, received]
         if self.remote.in_pieces:
             self.remote.finish(buffers, [opened.out])

@@ -135,10 +135,13 @@ class PutStep(BoundStep):
 
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         if self.peers:
-            receive_buffer, out = yield from self.exchange(x, fingerprint)
+            opened = yield from self.open(fingerprint)
+            self.push_all(x, opened.addresses)
+            own = partial(self.push, x, self.own, opened.address, self.own_nbytes) if self.own else None
+            yield from self.close(opened, fingerprint, own)
             if self.leaves_reduction:
-                return Unreduced([x, receive_buffer], out)
-            return self.finish(x, receive_buffer, out)
+                return Unreduced([x, opened.receive_buffer], opened.out)
+            return self.finish(x, opened.receive_buffer, opened.out)
         if self.own:
             receive_buffer = self.new_receive_buffer()
             self.push(x, self.own, self.transport.address(receive_buffer), self.own_nbytes)
@@ -157,14 +160,6 @@ class PutStep(BoundStep):
         if not self.own:
             self.reduce([x, receive_buffer], [out])
         return out
-
-    def exchange(self, x: torch.Tensor, fingerprint: int) -> Run:
-        """Push to the peers and wait for their pushes. Returns the receive buffer and the output."""
-        opened = yield from self.open(fingerprint)
-        self.push_all(x, opened.addresses)
-        own = partial(self.push_own, x, opened) if self.own else None
-        yield from self.close(opened, fingerprint, own)
-        return opened.receive_buffer, opened.out
 
     def open(self, fingerprint: int) -> Run:
         """Wait until the receive buffers of the peers may be written. Returns `Opened`."""
@@ -195,10 +190,6 @@ class PutStep(BoundStep):
             elif opened.kept:
                 receive_buffers.let_go(block, self.largest)
         self.has_run = True
-
-    def push_own(self, x: torch.Tensor, opened: Opened) -> None:
-        assert self.own is not None
-        self.push(x, self.own, opened.address, self.own_nbytes)
 
     def push_all(self, x: torch.Tensor, addresses: Sequence[Address]) -> None:
         for index, nbytes, copies in self.pushes:

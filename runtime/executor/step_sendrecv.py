@@ -14,7 +14,7 @@ from ..transports.base import TwoSidedTransport
 from ..transports.comm_requests import HEADER, AllGather, AllToAll, AwaitTransfer, StartTransfer, Transfer
 from .choose_algorithm import Algorithm
 from .copies import Copies, Move, Part, Reduction, ScatteredTensor, StridedTensor, contiguous_start, is_plain, packed
-from .pieces import Cut, part_of_move, pieces_of
+from .pieces import Cut, is_worth_cutting, part_of_move, pieces_of
 from .run import Run
 from .step import BoundStep, Terms
 from .step_put import Unreduced
@@ -53,8 +53,8 @@ class SendRecvStep(BoundStep):
     The exchange is one of three: a message to each peer, where contiguous data is sent and received in place; an
     all-to-all between two buffers; or an all-gather, where all ranks get the same.
 
-    On CPUs a message to a peer is sent in pieces: each is sent once it is packed, and unpacked or reduced once it has
-    arrived, while the next ones are on the wire.
+    On CPUs large messages to peers are sent in pieces: each is sent once it is packed, and unpacked or reduced once it
+    has arrived, while the next ones are on the wire.
 
     Args:
         algorithm: selects the exchange.
@@ -98,6 +98,7 @@ class SendRecvStep(BoundStep):
         exact = collective or self.device.type == "cpu"
         strided = any(layout.strided_dims for layout in (self.step.source, self.step.target))
         self.in_pieces = self.device.type == "cpu" and shared is None and not (collective or strided)
+        self.in_pieces = self.in_pieces and is_worth_cutting(self._most_bytes())
         self.unit = 1 if exact else max(1, _ALIGNMENT // self.dtype.itemsize)
         peers = list(zip(self.peers, self.peer_ranks, strict=True))
         if self.is_all_to_all or self.is_all_gather:
@@ -114,6 +115,12 @@ class SendRecvStep(BoundStep):
         me = self.program.mesh.rank_at(self.me)
         self.send_sizes = [sent.get(rank, 0) * self.dtype.itemsize for rank in self.group]
         self.receive_sizes = [self.room * self.dtype.itemsize * (rank != me) for rank in self.group]
+
+    def _most_bytes(self) -> int:
+        """The bytes of all messages that this rank sends, or of those that it receives."""
+        sent = [row for peer in self.peers for rows in self.outgoing.get(peer, {}).values() for row in rows]
+        received = [row for peer in self.peers for rows in self.incoming_from.get(peer, {}).values() for _, row in rows]
+        return max(_elements(sent), _elements(received)) * self.dtype.itemsize
 
     def _pieces(self, rows: Iterable[tuple[Key, Row]]) -> Sequence[Sequence[tuple[Key, Row, Cut | None]]]:
         """The pieces of a message."""

@@ -14,12 +14,13 @@ from shardweave.planner import Program
 def least_into_busiest_node(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: str, target: str, nodes: Sequence[int]
 ) -> float:
-    """A lower bound on the elements that the node with the most receives from others, whatever the program.
+    """The least that the node with the most receives from others, in elements, unless nodes relay sums.
 
     A node must receive what a rank of it wants and no rank of it holds: of a sum, at least one value per element if it
-    lacks a term, and where no other node wants the element, as many as bring all terms, since a relay only adds
-    transfers. Over all nodes together, an element needs at least as many transfers as bring its terms to one node, and
-    one for every other node that wants it and lacks a term.
+    lacks a term, and where no other node wants the element, as many as bring all terms. Another node that adds terms
+    first would receive some of them in its place, but in a step before, so that nothing is done sooner. Over all nodes
+    together, an element needs at least as many transfers as bring its terms to one node, and one for every other node
+    that wants it and lacks a term.
 
     Args:
         source, target: layouts as text; partial in `target` only where it is partial in `source`.

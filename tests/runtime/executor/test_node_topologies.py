@@ -169,11 +169,12 @@ def over_least(seeds: range) -> list[float]:
 
 
 def check_over_least(over: list[float]) -> None:
-    """The bound allows sums to travel along any chain of nodes, and some cases are over it by up to a third of the
-    tensor: programs add each sum on one node, and prefer a plan that takes 10% less time to one that receives less. A
-    few are below it, where it does not count that a node may relay a sum of others."""
-    assert sum(x <= 0.05 for x in over) >= 0.85 * len(over), over
-    assert max(over) <= 0.34, over
+    """Linear programs over all trees by which sums can travel say that what `least_into_busiest_node` returns can be
+    reached, or less where nodes relay sums. Programs cut a tensor by one dim and take the terms of a sum from one
+    replica, and prefer a plan that takes 10% less time to one that receives less: some are over it by up to a quarter
+    of the tensor."""
+    assert sum(x <= 0.05 for x in over) >= 0.88 * len(over), over
+    assert max(over) <= 0.26, over
 
 
 def test_random_sums_on_uneven_nodes_receive_least() -> None:
