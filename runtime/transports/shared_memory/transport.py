@@ -202,7 +202,7 @@ class SharedMemoryTransport:
         try:
             whole = self._peers[rank].segment(segment)
         except PeerError as error:  # a peer that fails removes its names
-            raise PeerError(f"{error}{self.rendezvous.why_late(rank)}") from error
+            raise PeerError(f"{error}{self.rendezvous.errors.why_late(rank)}") from error
         return whole[offset : offset + nbytes]
 
     def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Address, object]:
@@ -385,7 +385,7 @@ class SharedMemoryTransport:
             if isinstance(error, FileNotFoundError) or not is_running(key.pid):
                 raise PeerError(
                     f"rank {rank} (process {key.pid}) is gone; rank {self.rank} was waiting for it: {error}"
-                    f"{self.rendezvous.why_late(rank)}"
+                    f"{self.rendezvous.errors.why_late(rank)}"
                 ) from error
             raise TransportError(
                 f"rank {self.rank} may not map the memory of rank {rank} (process {key.pid}): {error}; "
