@@ -221,7 +221,7 @@ class DispatchConfig:
     def batched(self) -> bool:
         return self.layout == "batched"
 
-    @property
+    @cached_property
     def dispatched(self) -> tuple[int, torch.dtype]:
         """The elements of a row as dispatch sends it, and their dtype."""
         return (self.hidden, self.dtype) if self.packed is None else (self.packed.words, torch.int32)
@@ -242,7 +242,7 @@ class DispatchConfig:
         """The bytes of a row as combine sends it."""
         return self.hidden * self.dtype.itemsize if self.packed_output is None else self.packed_output.nbytes
 
-    @property
+    @cached_property
     def quantized_output(self) -> QuantizedRows | None:
         """How combine quantizes rows."""
         if self.quantize_output is None or self.packed_output is None:

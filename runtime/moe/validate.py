@@ -28,7 +28,7 @@ def check_dispatch(config: DispatchConfig, device: torch.device, tokens: Tokens,
     if config.payloads is not None:
         if len(x) > config.max_tokens:
             raise ArgumentError(f"x{at}: {len(x)} tokens; allowed: up to max_tokens, {config.max_tokens}")
-    elif x.dim() != 2 or x.shape[1] != config.hidden or x.dtype is not config.dtype or len(x) > config.max_tokens:
+    elif x.dim() != 2 or x.shape[1] != config.hidden or x.dtype is not config.dtype or x.shape[0] > config.max_tokens:
         raise ArgumentError(
             f"x{at}: {x.dtype} of shape {tuple(x.shape)}; allowed: {config.dtype} of shape [T, {config.hidden}], "
             f"T up to max_tokens, {config.max_tokens}"

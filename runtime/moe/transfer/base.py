@@ -19,6 +19,7 @@ from ....kernels import (
     CountShare,
     Groups,
     PhysicalExperts,
+    QuantizedRows,
     RowLaunch,
     WindowSignals,
     combine_rows,
@@ -228,17 +229,30 @@ class TokenTransfer:
         numbers: torch.Tensor | None = None,
     ) -> Steps[torch.Tensor | None]:
         """Write each token's sum to `out`. With `numbers`, float32 [rows], return those of each pair, [T, K]."""
+        if numbers is None:
+            given = (self._output(values, record),)
+            yield from self._sum(COMBINE, record, given, out, weights, add, self.config.quantized_output)
+            return None
+        (of_pairs,) = yield from self._sum(UNDISPATCH, record, (values, numbers), out, weights, add)
+        return of_pairs
 
-        # Gradients are not quantized.
-        quantized = self.config.quantized_output if numbers is None else None
+    def _sum(
+        self,
+        operation: int,
+        record: DispatchRecord,
+        given: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        weights: torch.Tensor | None,
+        add: torch.Tensor | None,
+        quantized: QuantizedRows | None = None,
+    ) -> Steps[list[torch.Tensor]]:
+        """Write each token's sum of the first of `given` to `out`; return the numbers of each pair of the others."""
 
         def read(buffers: Sequence[Buffers], release: WindowSignals | None = None) -> list[torch.Tensor]:
             combine_rows(record.rows, buffers[0], out, weights, add, self.launch, release, self._nodes, quantized)
             return [out, *[gather_values(record.rows, numbers) for numbers in buffers[1:]]]
 
-        given = (self._output(values, record),) if numbers is None else (values, numbers)
-        _, *of_pairs = yield from self._fetch(COMBINE if numbers is None else UNDISPATCH, record, given, read)
-        return of_pairs[0] if of_pairs else None
+        return (yield from self._fetch(operation, record, given, read))[1:]
 
     def combine_backward(
         self,

@@ -36,7 +36,7 @@ from ...transports.buffer_pool import BufferPool, BufferPoolTransport, capturing
 from ...transports.symmetric_memory.window import ALIGNMENT, window_size
 from ..config import DispatchConfig, round_up
 from ..dispatch_record import DispatchRecord, Tokens
-from .base import DISPATCH, Delivery, Read, Shared, Steps, TokenTransfer
+from .base import DISPATCH, UNDISPATCH, Delivery, Read, Shared, Steps, TokenTransfer
 
 _LAST = 1  # the second barrier of an operation, added to its number
 # Of a transfer; each keeps memory for the (token, k) pairs. More shapes are dispatched without.
@@ -191,18 +191,18 @@ class WindowTransfer(TokenTransfer):
         add: torch.Tensor | None,
         numbers: torch.Tensor | None = None,
     ) -> Steps[torch.Tensor | None]:
-        of_pairs = None
-        if numbers is not None and self._signals is not None:
-            # Apart from the rows: the launches of each signal for themselves.
-            of_pairs, numbers = (yield from self._fetch_numbers(record, numbers)), None
         # The output to overwrite on failure has to be contiguous.
         whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         try:
-            found = yield from super().combine(record, values, whole, weights, add, numbers)
+            if numbers is None or self._signals is None:
+                return (yield from super().combine(record, values, whole, weights, add, numbers))
+            # Apart from the rows: the launches of each signal for themselves.
+            of_pairs = yield from self._fetch_numbers(record, numbers)
+            yield from self._sum(UNDISPATCH, record, (values,), whole, weights, add)
+            return of_pairs
         finally:
             if whole is not out:
                 out.copy_(whole)
-        return found if of_pairs is None else of_pairs
 
     def _rows_to_receive(self) -> torch.Tensor:
         otherwise = "rows of a token dispatch: all pooled buffers are in use"
