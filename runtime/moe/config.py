@@ -80,8 +80,12 @@ class DispatchConfig:
 
     packed_output: PackedRows | None = field(init=False, compare=False)
     """Likewise of combine, with quantize_output."""
+    quantized_output: QuantizedRows | None = field(init=False, compare=False)
+    """How combine quantizes rows."""
     packed: PackedRows | None = field(init=False, compare=False)
     """Where payloads lie in a row of dispatch; None: rows are those of x."""
+    dispatched: tuple[int, torch.dtype] = field(init=False, compare=False)
+    """The elements of a row as dispatch sends it, and their dtype."""
     rows: int = field(init=False)
     """Rows of each rank's buffer, a multiple of `align`."""
     bounds: tuple[int, ...] = field(init=False)
@@ -150,12 +154,17 @@ class DispatchConfig:
 
     def _set_packed(self) -> None:
         packed = packed_rows("quantize", self.quantize, self.hidden, self.payloads)
-        self._set(packed_output=packed_rows("quantize_output", self.quantize_output, self.hidden))
+        output = packed_rows("quantize_output", self.quantize_output, self.hidden)
+        quantized = None
+        if self.quantize_output is not None and output is not None:
+            quantized = QuantizedRows(QUANTIZATIONS[self.quantize_output], output.begins[1])
+        self._set(packed_output=output, quantized_output=quantized)
         if packed is not None and self.save == "redispatch":
             raise ArgumentError("save: 'redispatch' with payloads or quantize; allowed: 'buffer', 'copy'")
         if packed is not None and self.payloads is not None:
             self._set(payloads=tuple(zip(packed.dtypes, packed.shapes, strict=True)))
-        self._set(packed=packed)
+        dispatched = (self.hidden, self.dtype) if packed is None else (packed.words, torch.int32)
+        self._set(packed=packed, dispatched=dispatched)
 
     def _set_nodes(self) -> None:
         if self.nodes is None:
@@ -221,11 +230,6 @@ class DispatchConfig:
     def batched(self) -> bool:
         return self.layout == "batched"
 
-    @cached_property
-    def dispatched(self) -> tuple[int, torch.dtype]:
-        """The elements of a row as dispatch sends it, and their dtype."""
-        return (self.hidden, self.dtype) if self.packed is None else (self.packed.words, torch.int32)
-
     @property
     def dispatched_nbytes(self) -> int:
         """The bytes of a row as dispatch sends it."""
@@ -241,13 +245,6 @@ class DispatchConfig:
     def combined_nbytes(self) -> int:
         """The bytes of a row as combine sends it."""
         return self.hidden * self.dtype.itemsize if self.packed_output is None else self.packed_output.nbytes
-
-    @cached_property
-    def quantized_output(self) -> QuantizedRows | None:
-        """How combine quantizes rows."""
-        if self.quantize_output is None or self.packed_output is None:
-            return None
-        return QuantizedRows(QUANTIZATIONS[self.quantize_output], self.packed_output.begins[1])
 
     @property
     def most_pairs(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from shardweave.__main__ import main
 from shardweave.runtime.moe.report import on_wire
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer import sendrecv
+from shardweave.runtime.moe.transfer import chunk_exchange
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer
 from shardweave.runtime.moe.transfer.push import PushTransfer
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
@@ -108,8 +108,8 @@ def test_dispatch_states_bytes_sent(monkeypatch, save, top, limits):
         sent[phase] += sum(len(data) for _, data in sends)
         return transfer(sends, receives, fingerprint, **given)
 
-    transfer = sendrecv.Transfer
-    monkeypatch.setattr(sendrecv, "Transfer", counted)
+    transfer = chunk_exchange.Transfer
+    monkeypatch.setattr(chunk_exchange, "Transfer", counted)
     numbers = torch.arange(tokens * k).view(tokens, k)
     # With `top`, only rank 0 has tokens, for all experts but its own.
     ids = [numbers % 4 + 2 if top else numbers % 6] * ranks

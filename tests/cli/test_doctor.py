@@ -21,7 +21,7 @@ from shardweave.bench.harness.ranks import Send, messages_of
 from shardweave.cli import doctor, self_test
 from shardweave.errors import UnsupportedError
 from shardweave.runtime import supported_versions
-from shardweave.runtime.transports import select
+from shardweave.runtime.transports import choose_transport
 from shardweave.runtime.transports.choose_transport import NAMES
 from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.shared_memory import segments
@@ -205,7 +205,7 @@ def test_requested_transport(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transport_of_gpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(select, "why_no_symmetric_memory", lambda device: None)
+    monkeypatch.setattr(choose_transport, "why_no_symmetric_memory", lambda device: None)
     for requested, one, two in (
         (None, "process_group on nccl: tensors are on cuda", "process_group on nccl: tensors are on cuda"),
         (

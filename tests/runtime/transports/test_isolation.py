@@ -174,7 +174,7 @@ def failed_pool(rank: int) -> torch.Tensor:
     pool = current_transports()._shared_memory()._pool
     pool.empty((5,), torch.float32)
     if rank == 1:
-        current_transports().rendezvous.fail("rank 1 failed: rank 7 is the cause")
+        current_transports().rendezvous.reports.fail("rank 1 failed: rank 7 is the cause")
         os.unlink(pool.segments[0].key.path)
     return _redistributed_beside(None)
 
