@@ -152,6 +152,7 @@ def test_padded_steps_equal_tokens_without_padding(transport: str) -> None:
         assert run_ranks(steps, SIZE, kind, transport) == expected(kind), kind
 
 
+@pytest.mark.long
 @pytest.mark.multi
 def test_replayed_launches_equal_tokens_without_padding() -> None:
     """By interpreted kernels."""

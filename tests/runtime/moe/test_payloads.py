@@ -365,6 +365,7 @@ def test_quantized_among_processes(transport: str) -> None:
             assert got[rank] == results_of(*[part[rank : rank + 1] for part in want])
 
 
+@pytest.mark.long
 @pytest.mark.multi
 def test_quantized_by_interpreted_kernels() -> None:
     names = ("fp8_row", "fp8_128", "mxfp8")
@@ -536,6 +537,7 @@ def compiled_rounds(rank: int, transport: str, backend: str) -> None:
             assert raw(a) == raw(b), settings
 
 
+@pytest.mark.long
 @pytest.mark.multi
 def test_payloads_in_compiled_graphs() -> None:
     run_ranks(compiled_rounds, 2, "shared_memory", "aot_eager")

@@ -69,7 +69,7 @@ def each_transport(rank: int) -> list[list[bytes]]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_phases_equal_one_phase(size):
     by_rank, want = run_ranks(each_transport, size), virtual_rounds(size)
     for rank, of_transports in enumerate(by_rank):
@@ -254,7 +254,7 @@ def every_use(rank: int) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_calls_in_flight(size):
     run_ranks(every_use, size)
 
