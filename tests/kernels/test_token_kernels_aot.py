@@ -406,7 +406,7 @@ def test_narrow_row_accesses_are_reported(launched: list[Specialisation]) -> Non
         "loads of [4] bytes where 16 are possible",
         "stores of [4, 16] bytes where 16 are possible",
     ]
-    assert aot.faults(push, "sm_90", aot.Compiled(40, 4, 0, {16: 2}, {16: 18})) == ["4 spilled"]
+    assert aot.faults(push, "sm_90", aot.Compiled(40, 48, 0, {16: 2}, {16: 18})) == ["48 spilled"]
     narrow = next(s for s in launched if s.kernel == "push_rows" and s.constants["ALIGN"] == 2)
     # 64 bytes, one element for each of 32 threads.
     assert aot.faults(narrow, "sm_90", aot.Compiled(40, 0, 0, {2: 1}, {2: 4})) == []
