@@ -30,6 +30,8 @@ def routed_tokens(
 ) -> list[RoutedTokens]:
     """Dispatch tokens with float32 weights. `done`: what the ranks received, if that has been done, with `config`."""
     n, again = len(tokens), config.save == "redispatch"
+    if done is not None:
+        _check_active_ranks(engine, config.active_ranks, "finish of a dispatch")
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         xs, ids, weights = zip(*tokens, strict=True)
         *received, records, data = Dispatch.apply(engine, done, *xs, *weights, *ids)
@@ -103,11 +105,13 @@ def start_combine(
     with torch.no_grad():
         sums = given or engine._new_sums(records)
         wait = engine._start_combine(records, values, sums, weights, adds)
+    active_ranks = engine.config.active_ranks
 
     def finish() -> list[torch.Tensor]:
         wait()
         if given or not torch.is_grad_enabled():
             return sums
+        _check_active_ranks(engine, active_ranks, "finish of a combine with gradients")
         return _differentiable(engine, values, routed, weights, adds, sums)
 
     return finish
@@ -189,10 +193,17 @@ def _engine_of(ctx: Any) -> TokenEngine:
     Raises:
         UnsupportedError: the active ranks have changed since forward, so that peers of the exchange would be others.
     """
-    engine: TokenEngine = ctx.engine
-    if engine.config.active_ranks != ctx.active_ranks:
-        raise UnsupportedError("backward after set_active_ranks; allowed: before it, or of a dispatch since")
-    return engine
+    _check_active_ranks(ctx.engine, ctx.active_ranks, "backward")
+    return ctx.engine
+
+
+def _check_active_ranks(engine: TokenEngine, before: Sequence[int] | None, what: str) -> None:
+    """
+    Raises:
+        UnsupportedError: they are others now.
+    """
+    if engine.config.active_ranks != before:
+        raise UnsupportedError(f"{what} after set_active_ranks; allowed: before it, or of a dispatch since")
 
 
 def _stand_in(config: DispatchConfig, rows: torch.Tensor) -> torch.Tensor:

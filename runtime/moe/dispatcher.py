@@ -27,7 +27,7 @@ from ..transports.select import AnyTransport, current_transports, why_not_backen
 from ..transports.streams import SideStream, order_on
 from .active_ranks import ActiveRanks, check_active
 from .autograd import combine_tokens, dispatch_tokens
-from .config import DispatchConfig, takes_settings
+from .config import OF_ROWS, DispatchConfig, takes_settings
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
 from .pending import PendingTokens
@@ -176,9 +176,10 @@ class TokenDispatcher(TokenEngine):
                 refuse_among(error, ranks)
             raise
         self._ranks, self._participants = ranks, tuple(sorted(ranks))
+        rows = [f", {name} {value}" for name in (*OF_ROWS, "quantize_output") if (value := getattr(config, name))]
         description = (
-            f"token dispatcher {number} of these ranks: {config.num_experts} experts, top "
-            f"{config.top_k}, hidden {config.hidden}, at most {config.max_tokens} tokens, {config.dtype}"
+            f"token dispatcher {number} of these ranks: {config.num_experts} experts, top {config.top_k}, hidden "
+            f"{config.hidden}, at most {config.max_tokens} tokens, {config.dtype}{''.join(rows)}"
         )
         self._descriptions = {operation: f"{text} of {description}" for operation, text in OPERATIONS.items()}
         self._descriptions |= {o + BACKGROUND: f"{OPERATIONS[o]}_start of {description}" for o in (DISPATCH, COMBINE)}
@@ -321,8 +322,8 @@ class TokenDispatcher(TokenEngine):
 
         Any number may be in flight, also of several dispatchers; all use the same buffers, one after another. Every
         rank starts and makes the same calls in the same order, and finishes those of a dispatcher in the order of their
-        start. Other calls of shardweave wait for those in flight. Arguments must not be written until `finish` has
-        returned.
+        start; with overflow="raise" they finish them between the same starts. Other calls of shardweave wait for those
+        in flight. Arguments must not be written until `finish` has returned.
 
         Differentiable; backward is in one phase, as that of `dispatch`. Graphs of torch.compile do not have it.
 
@@ -479,5 +480,8 @@ class _Reporting:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ArgumentError) and not isinstance(self._transport, InProcessTransport):
-            refuse(self._transport, self._participants, self._participants, error)
+        transport = self._transport
+        if not isinstance(error, ArgumentError) or isinstance(transport, InProcessTransport):
+            return
+        if transport.rank in self._participants:  # others wait for no rank that is masked out
+            refuse(transport, self._participants, self._participants, error)

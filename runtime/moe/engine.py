@@ -108,6 +108,7 @@ class TokenEngine:
             known: the records of an earlier dispatch of the same ids, whose overflow has been noted.
         """
         with on_device(self.transfers[0].device):
+            tokens = [Tokens(self._rows_of(x), ids, weights) for x, ids, weights in tokens]
             received: list[Received] = self.run(DISPATCH, self._dispatches(tokens, outs, known))
             if self.started.overflows:
                 self.started.note(self._overflow)  # they were before this one
@@ -118,6 +119,7 @@ class TokenEngine:
     def _start_dispatch(self, tokens: Sequence[Tokens]) -> Callable[[], list[Received]]:
         """Start to send tokens to their destinations; return a function that waits for what the ranks receive."""
         with on_device(self.transfers[0].device):
+            tokens = [Tokens(self._rows_of(x), ids, weights) for x, ids, weights in tokens]
             outs = self._new_received(tokens) if self.config.save == "copy" else None
             given = [x for items in (tokens, outs or ()) for item in items for x in item]
             wait = self.start(DISPATCH, self._dispatches(tokens, outs, None), given)
@@ -147,7 +149,7 @@ class TokenEngine:
         copies: Sequence[Any] = [None] * len(tokens) if outs is None else outs
         records: Sequence[Any] = [None] * len(tokens) if known is None else known
         items = zip(self.transfers, tokens, copies, records, strict=True)
-        return [t.dispatch(Tokens(self._rows_of(x), ids, w), out, record) for t, (x, ids, w), out, record in items]
+        return [transfer.dispatch(item, out, record) for transfer, item, out, record in items]
 
     def _run_combine(
         self,

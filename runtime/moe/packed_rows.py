@@ -106,7 +106,7 @@ def _as_words(payload: torch.Tensor, size: int) -> torch.Tensor:
         payload = payload.view(_WORDS[item])
     values = payload.reshape(len(payload), -1)
     if values.stride(1) != 1:
-        values = values.contiguous()
+        values = values.clone(memory_format=torch.contiguous_format)  # one element has any stride
     if torch.compiler.is_compiling():  # traced tensors have no offsets
         return values.contiguous().view(torch.uint8) if item > 8 else values
     word = math.gcd(size, values.stride(0) * item, values.storage_offset() * item, 8)

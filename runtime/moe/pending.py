@@ -61,15 +61,19 @@ class StartedCalls:
             ArgumentError: an earlier call is not finished. Those that nothing refers to any more do not count.
         """
         with self._lock:
-            while self._pending and self._pending[0]() in (None, pending):
-                if self._pending.popleft()() is pending:
-                    return
-            first = self._pending[0]() if self._pending else None
-        if first is not None:
+            while self._pending[0]() is None:
+                self._pending.popleft()
+            first = self._pending[0]()
+        if first is not pending:
             raise ArgumentError(
                 f"finish: of {pending}, before {first}; allowed: the order in which they were started, which "
                 "is that of their backward on all ranks"
             )
+
+    def end_finish(self) -> None:
+        """The first call, which has begun to finish, is finished."""
+        with self._lock:
+            self._pending.popleft()
 
 
 class PendingTokens(Generic[T]):
@@ -82,7 +86,8 @@ class PendingTokens(Generic[T]):
     def __init__(self, started: StartedCalls, kind: str, complete: Callable[[], T]) -> None:
         self._started, self._kind = started, kind
         self._complete: Callable[[], T] | None = complete
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
+        self._lock = threading.RLock()
         self._with_gradients = torch.is_grad_enabled()
         self._number = started.add(self)
 
@@ -98,16 +103,19 @@ class PendingTokens(Generic[T]):
             ArgumentError: an earlier dispatch or combine of the dispatcher is not finished.
             TransportError: a peer died, timed out, or made another call.
         """
-        if self._error is not None:
-            raise self._error
-        if self._complete is not None:
-            self._started.begin_finish(self)
-            try:
-                with torch.set_grad_enabled(self._with_gradients):
-                    self._result = self._complete()
-            except BaseException as error:
-                self._error = error
-                raise
-            finally:
-                self._complete = None
-        return self._result
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._complete is not None:
+                self._started.begin_finish(self)
+                try:
+                    with torch.set_grad_enabled(self._with_gradients):
+                        self._result = self._complete()
+                except Exception as error:  # after an interrupt it can be finished again
+                    self._error = error
+                    raise
+                finally:
+                    if self._error is not None or hasattr(self, "_result"):
+                        self._complete = None
+                        self._started.end_finish()
+            return self._result

@@ -140,13 +140,15 @@ class RoutedTokens:
         - Under `torch.compile` it is memory of the graph.
 
         Raises:
-            ArgumentError: the dispatcher was destroyed.
+            ArgumentError: the dispatcher was destroyed, or the rank was masked out since.
         """
         shape = *self.weights.shape, self._config.hidden
         if torch.compiler.is_compiling():
             return torch.empty(shape, dtype=self._config.dtype, device=self.x.device)
         handle, me = self._source
-        transfer = next(t for t in engine_of(handle).transfers if t.me == me)
+        transfer = next((t for t in engine_of(handle).transfers if t.me == me), None)
+        if transfer is None:
+            raise ArgumentError(f"output_buffer: of rank {me}, which is not active; allowed: before set_active_ranks")
         with on_device(transfer.device):
             rows = transfer.output_rows(self.x)[: self.weights.numel()].view(shape)
         return rows.detach()  # not a view: functions may write it in place

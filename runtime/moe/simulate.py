@@ -83,9 +83,9 @@ class VirtualTokenDispatcher(TokenEngine):
             ArgumentError: no rank, or one that does not exist or is given twice.
             UnsupportedError: two_level=True.
         """
-        if self._all_ranks[0].two_level:
-            raise UnsupportedError("active ranks with two_level=True; allowed: False")
         config = replace(self.config, active_ranks=ranks)
+        if config.active_ranks is not None and self._all_ranks[0].two_level:
+            raise UnsupportedError("active ranks with two_level=True; allowed: False")
         self.transfers = self._all_ranks
         self.use_config(config)
         self.transfers = [t for t in self._all_ranks if config.is_active(t.me)]

@@ -252,11 +252,11 @@ def refusals(rank: int) -> None:
         routed = d.dispatch(t.x, t.ids, t.weights)
         pending = d.dispatch_start(t.x, t.ids, t.weights)
         d.set_active_ranks([0])
-        again = pending.finish()  # of before
-        for of_before in (routed, again):
-            if rank == 0:
-                with pytest.raises(ArgumentError, match="routed: of a dispatch with the active ranks all"):
-                    d.combine(of_before.x, of_before)
+        with pytest.raises(UnsupportedError, match="finish of a dispatch after set_active_ranks"):
+            pending.finish()
+        if rank == 0:
+            with pytest.raises(ArgumentError, match="routed: of a dispatch with the active ranks all"):
+                d.combine(routed.x, routed)
         for call in (lambda d=d, t=t: d.dispatch(t.x, t.ids, t.weights), lambda d=d, r=routed: d.combine(r.x, r)):
             if rank == 1:
                 with pytest.raises(UnsupportedError, match=r"rank 1 of the dispatcher is masked out; allowed: .*\[0\]"):
@@ -297,3 +297,23 @@ def other_lists(rank: int, transport: str) -> str:
 def test_ranks_with_other_lists_disagree(transport):
     names = run_ranks(other_lists, 3, transport, environment={"SHARDWEAVE_TIMEOUT": "40"})
     assert "DisagreementError" in names, names
+
+
+def refused_while_masked(rank: int) -> None:
+    """What a masked rank passes wrongly does not concern the others."""
+    d = TokenDispatcher(num_experts=2, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32)
+    given = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    d.dispatch(*given)
+    d.set_active_ranks([0])
+    if rank:
+        with pytest.raises(ArgumentError):
+            d.set_active_ranks([5])
+    else:
+        d.dispatch(*given)
+    d.set_active_ranks(None)
+    assert int(d.dispatch(*given).num_rows) == (0 if rank else 4)
+
+
+@pytest.mark.multi
+def test_refusal_of_a_masked_rank_is_its_own():
+    run_ranks(refused_while_masked, 2)

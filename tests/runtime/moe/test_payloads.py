@@ -547,3 +547,10 @@ def test_payloads_in_compiled_graphs() -> None:
 @pytest.mark.long
 def test_payloads_compiled_by_inductor() -> None:
     run_ranks(compiled_rounds, 2, "shared_memory", "inductor", timeout=300)
+
+
+def test_one_element_of_any_stride() -> None:
+    numbers = torch.randn(4, 7, dtype=torch.complex128)
+    d = VirtualTokenDispatcher(1, num_experts=1, top_k=1, hidden=2, max_tokens=1, payloads=[(torch.complex128, ())])
+    (routed,) = d.dispatch([[numbers[:1, 3]]], [torch.zeros(1, 1, dtype=torch.int64)], [torch.ones(1, 1)])
+    assert routed.payloads[0][0] == numbers[0, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -120,6 +121,44 @@ def test_phases_are_not_for_graphs_of_torch_compile(monkeypatch):
         d.dispatch_start([t.x], [t.ids], [t.weights])
     with pytest.raises(UnsupportedError, match="combine_start in a graph of torch.compile; allowed: combine"):
         d.combine_start([routed[0].x], routed)
+
+
+def test_finish_after_an_interrupt_and_on_several_threads():
+    d = VirtualTokenDispatcher(1, **SETTINGS)
+    t = tokens_of(0, 4, K, E, H, torch.bfloat16, "holes")
+    first, second = (d.dispatch_start([t.x], [t.ids], [t.weights]) for _ in range(2))
+    complete, interrupted = first._complete, []
+
+    def interrupt_once():
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        time.sleep(0.01)  # other threads come
+        return complete()
+
+    first._complete = interrupt_once
+    with pytest.raises(KeyboardInterrupt):
+        first.finish()
+    with pytest.raises(ArgumentError, match="finish: of dispatch .started call 2 .*, before dispatch .started call 1 "):
+        second.finish()
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: first.finish(), range(8)))
+    assert all(result is results[0] for result in results)
+    assert second.finish() is second.finish()
+
+
+def test_finish_after_other_active_ranks_is_refused():
+    t = tokens_of(0, 4, K, E, H, torch.bfloat16, "holes")
+    given = [t.x.detach().requires_grad_()] * 2, [t.ids] * 2, [t.weights] * 2
+    d = VirtualTokenDispatcher(2, **SETTINGS)
+    routed = d.dispatch(*given)
+    pending = d.dispatch_start(*given), d.combine_start([r.x for r in routed], routed)
+    d.set_active_ranks([0])
+    for one, what in zip(pending, ("dispatch", "combine"), strict=True):
+        with pytest.raises(UnsupportedError, match=f"finish of a {what}.* after set_active_ranks; allowed: before it"):
+            one.finish()
+    with pytest.raises(ArgumentError, match="output_buffer: of rank 1, which is not active"):
+        routed[1].output_buffer()
 
 
 def small(transport: str, **more: Any) -> TokenDispatcher:
