@@ -416,7 +416,8 @@ class TokenDispatcher(TokenEngine):
 
         All active ranks call it between the same calls. It waits for the calls in flight. A rank is taken back by a
         list that has it, or None; it has made no call of this dispatcher meanwhile, and if it has called this method as
-        well, it does so again. `routed` of a dispatch before cannot be combined, nor be differentiated.
+        well, it does so again. A dispatch that started before cannot be finished, nor `routed` of one be combined or
+        differentiated.
 
         - "process_group", "shared_memory", "hierarchical": only the active ranks meet. A rank that ends or stalls
           within a call fails that call, which invalidates the transport for good: mask it out before. The rank that
