@@ -12,12 +12,14 @@ from typing import NamedTuple, TypeVar
 
 from ...kernels import Where
 from ...planner import Row
+from ..transports.rendezvous.peer_reports import settings
 from .copies import Move
 
 K = TypeVar("K")
 
 PIECE_BYTES = 1 << 19
 """Bytes of a piece: several milliseconds at 1 Gbit/s, and long enough that its start costs little at 10."""
+settings["bytes of a piece of a message"] = lambda: str(PIECE_BYTES)
 
 
 class Cut(NamedTuple):
@@ -37,9 +39,9 @@ def cuts_of(extent: Sequence[int], itemsize: int) -> list[Cut | None]:
     """The parts of a box of at most `PIECE_BYTES` or of one index each; [None] if it is not cut. Packed one after the
     other they are the packed box."""
     elements = math.prod(extent)
-    if elements * itemsize <= PIECE_BYTES:
+    if elements <= 1 or elements * itemsize <= PIECE_BYTES:
         return [None]
-    axis = next(i for i, n in enumerate(extent) if n > 1) if elements > 1 else 0
+    axis = next(i for i, n in enumerate(extent) if n > 1)
     number = max(1, PIECE_BYTES * extent[axis] // (elements * itemsize))
     return [Cut(axis, i, min(i + number, extent[axis])) for i in range(0, extent[axis], number)]
 

@@ -49,7 +49,7 @@ def _moves(rows: Sequence[tuple[Row, Move]], wanted: Sequence[Box], done: Sequen
     for box in wanted:
         for row, move in rows:
             common = _common(_target_box(row), box)
-            for part in _without(common, done) if common else ():
+            for part in () if common is None else _without(common, done):
                 moves.append(_part(move, part, row.target_start))
         done.append(box)
     return moves

@@ -169,17 +169,14 @@ class ProcessGroupTransport:
             raise TransportError(f"the process group was destroyed during {current}; allowed: after it")
         tag = message_tag(request.fingerprint, self.rendezvous.calls.current.number)
         peers, works = [], []
-        try:
-            for peer, buffer in request.receives:
-                works.append(world.recv([buffer], peer, tag))
-                peers.append(peer)
-            for i, (peer, buffer) in enumerate(request.sends):
-                if request.before_send is not None:
-                    request.before_send(i)
-                works.append(world.send([buffer], peer, tag))
-                peers.append(peer)
-        except RuntimeError as error:
-            raise self._connection_error((peer,), error) from error
+        for peer, buffer in request.receives:
+            works.append(self._posted(world.recv, buffer, peer, tag))
+            peers.append(peer)
+        for i, (peer, buffer) in enumerate(request.sends):
+            if request.before_send is not None:
+                request.before_send(i)
+            works.append(self._posted(world.send, buffer, peer, tag))
+            peers.append(peer)
         if request.during_wait is not None:
             request.during_wait()
         done = 0
@@ -191,6 +188,12 @@ class ProcessGroupTransport:
             done = max(done, end)
 
         return wait
+
+    def _posted(self, post: Callable[..., dist.Work], buffer: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        try:
+            return post([buffer], peer, tag)
+        except RuntimeError as error:
+            raise self._connection_error((peer,), error) from error
 
     def _wait(self, peers: tuple[int, ...], works: Sequence[dist.Work]) -> None:
         """Wait for works, one per peer or one collective with all peers."""

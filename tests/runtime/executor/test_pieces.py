@@ -10,8 +10,11 @@ from unittest import mock
 import brute_force_oracle as oracle
 import pytest
 import torch
+from rank_processes import run_ranks
 from test_node_topologies import HOW, Drawn, drawn, without_latency
 from test_simulate import poison  # noqa: F401
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardweave
 from shardweave.planner import Program, plan
@@ -19,6 +22,7 @@ from shardweave.runtime.executor import bind, pieces
 from shardweave.runtime.executor.pieces import cuts_of, part_of_row, pieces_of
 from shardweave.runtime.executor.reduce_ahead import reduce_ahead
 from shardweave.runtime.executor.step_forward import ForwardStep
+from shardweave.runtime.transports.process_group import ProcessGroupTransport
 
 pytestmark = pytest.mark.plan
 
@@ -104,6 +108,35 @@ def test_pieces_of_sums_give_same_bits(
         case = mesh, nodes, f"{partial} {partial}", target
         check_same_bits(case, (37, 22), torch.float32, how, (64, 200, 1000))
     assert reduced.call_count > 3
+
+
+def test_pieces_of_scalars_give_same_bits(poison: None) -> None:  # noqa: F811
+    case = (4, 3), [rank // 3 for rank in range(12)], "P P", "R R"
+    check_same_bits(case, (), torch.float64, {"one_sided": False, "node_size": 3}, (1, 8))
+
+
+def fails_in_packing(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.zeros(2048, 1024), mesh, [Shard(0)])
+    if rank:
+        start = ProcessGroupTransport._start
+        ProcessGroupTransport._start = lambda self, request: start(self, request._replace(before_send=boom))  # type: ignore[method-assign]
+    try:
+        shardweave.redistribute(x, [Shard(1)], transport="process_group")
+    except Exception as error:  # the rank's own, or that of its peer
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def boom(send: int) -> None:
+    raise RuntimeError("no memory to pack")
+
+
+@pytest.mark.multi
+def test_failure_in_packing_is_that_of_its_rank() -> None:
+    peer, own = run_ranks(fails_in_packing, 2)
+    assert own == "RuntimeError: no memory to pack"
+    assert peer.startswith("PeerError: ") and "rank 1 failed" in peer and "no memory to pack" in peer
 
 
 @pytest.mark.long
