@@ -72,7 +72,9 @@ class PushTransfer(TokenTransfer):
     def _fetch(
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
     ) -> Steps[list[torch.Tensor]]:
-        result = read((yield from self._offer(operation, *[self._addressable(x, record) for x in given])))
+        # Kept until the barrier: a freed buffer loses its pages or is used anew, and slower peers may still read it.
+        own = [self._addressable(x, record) for x in given]
+        result = read((yield from self._offer(operation, *own)))
         yield self._barrier(operation + _LAST)
         return result
 
