@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from interpreter import patch_triton_once
+from offered_memory import OfferedMemory
 from rank_preload import rank_context
 from warm_python import run_python
 
@@ -81,6 +82,8 @@ class Ended:
 def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port: int, environment: dict, args: tuple):
     os.environ.update(environment)
     torch.set_num_threads(1)
+    memory = OfferedMemory()
+    memory.watch()
     try:
         backend = os.environ.get(BACKEND, "gloo")
         if "cuda" in backend:  # before anything asks for the current device
@@ -93,6 +96,7 @@ def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port:
         value = function(rank, *args)
         unlisted = [reason for reason in stats().delegations if not KNOWN_DELEGATIONS.fullmatch(reason)]
         assert not unlisted, f"left to torch for reasons that are not listed: {unlisted}"
+        assert not memory.freed, f"freed while peers could still use it: {memory.freed[:4]}"
         pipe.send(Ended(value))
         dist.destroy_process_group()
     except BaseException as error:
