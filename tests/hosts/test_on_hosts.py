@@ -195,7 +195,8 @@ def test_bytes_at_links_are_the_planned_ones(
         after = hosts.bytes()
     for host, own in enumerate(ranks):
         for case, (counted, planned, least) in found[own[0]].items():
-            assert planned <= counted <= most_counted(planned), (host, case, counted, planned)
+            # Barriers, whose bytes are subtracted, take some acknowledgements more or less each time.
+            assert planned - 4096 <= counted <= most_counted(planned), (host, case, counted, planned)
             assert least <= planned, (host, case)
         # The switch has counted them too.
         assert after[host][0] - before[host][0] > sum(counted for counted, _, _ in found[own[0]].values())
