@@ -22,7 +22,7 @@ OVERHEAD, BESIDE = 0.02, 1 << 15
 own messages and of barriers."""
 
 RUNS = 3
-"""TCP sends a packet, of up to 64 KiB here, again if its receiver is busy for long: the least of so many runs counts."""
+"""TCP sends a packet, of up to 64 KiB here, again if its receiver is busy: the least of so many runs counts."""
 
 
 def bytes_received(action: Callable[[], Any]) -> int:
