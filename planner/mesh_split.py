@@ -12,7 +12,7 @@ from .cost.priced_ranks import priced_ranks
 from .cost.topology import Topology
 from .layouts.layout import Layout, pairs_of
 from .layouts.mesh import Mesh
-from .layouts.placements import Partial, Placement
+from .layouts.placements import Partial, Placement, Shard, StridedShard
 
 
 def split_by_nodes(
@@ -38,22 +38,29 @@ def split_by_nodes(
     return mesh, layouts
 
 
-def split_by_fan_in(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Mesh, Layout, Layout]:
+def split_by_fan_in(
+    mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, uneven: bool = False
+) -> tuple[Mesh, Layout, Layout]:
     """Split mesh dims along which more than `MAX_FAN_IN` terms are reduced, so that they can be reduced in stages.
 
-    Ranks, positions and shards stay the same. A mesh dim is left whole if it shards a tensor dim unevenly, or if its
-    size is prime.
+    Ranks and positions stay the same. A mesh dim is left whole if its size is prime.
+
+    Args:
+        uneven: whether also mesh dims that shard a tensor dim unevenly are split, if the target has no partial. The
+            parts of such a dim cut one after the other, and the target that is returned has other shards. Otherwise
+            shards stay the same.
 
     Returns:
         The mesh, the source and the target.
     """
+    uneven = uneven and not target.partial_dims
     for m in reversed(range(mesh.ndim)):
         while mesh.shape[m] > bounded_fan_in.MAX_FAN_IN and isinstance(source.placements[m], Partial):
-            if source.placements[m] == target.placements[m] or not _even(mesh, shape, target, m):
+            inner, even = _divisor(mesh.shape[m]), _even(mesh, shape, target, m)
+            if source.placements[m] == target.placements[m] or not (even or uneven) or inner == 1:
                 break
-            inner = _divisor(mesh.shape[m])
-            if inner == 1:
-                break
+            if not even and isinstance(strided := target.placements[m], StridedShard):
+                target = target.with_placement([m], Shard(strided.dim))
             names = None if mesh.names is None else (f"{mesh.names[m]} groups", f"{mesh.names[m]} of a group")
             source, target = _split(source, m), _split(target, m)
             mesh = mesh.unflatten(m, (mesh.shape[m] // inner, inner), names)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..errors import ArgumentError
 from .arguments import check_layout, check_shape, check_target, normalized_layouts, resolve_layout
 from .bounded_fan_in import bound_fan_in
+from .cost.cross_mesh_cost import cross_mesh_price
 from .cost.priced_ranks import PRICED_WHOLE
 from .cost.topology import NVLINK_NODE, Topology
 from .cross_mesh_plan import plan_cross_mesh
@@ -186,14 +187,14 @@ def _plan_on_mesh(request: Request) -> Program:
     mesh, shape, dtype, source, target, _ = request.fields()
     if request.topology is None and request.max_bytes is None:
         # A value is reduced; otherwise the direct exchange is the only candidate and `Planner` has handled it.
-        mesh, source, target = split_by_fan_in(mesh, shape, source, target)
+        ends = _split_ends(mesh, shape, source, target, None)
         layouts = _path_of_fewest_bytes(
-            mesh, shape, dtype, *normalized_layouts(mesh, len(shape), dtype, source, target)
+            ends.mesh, shape, dtype, *normalized_layouts(ends.mesh, len(shape), dtype, ends.source, ends.reduced)
         )
-        return _program(mesh, shape, dtype, source, target, Path(layouts, 0.0, 0), request.rank, None)
+        return _program(ends, shape, dtype, Path(layouts, 0.0, 0), request.rank, None)
     topology = request.topology or NVLINK_NODE
-    mesh, source, target, path = _search(mesh, shape, dtype, source, target, topology, request.max_bytes)
-    return _program(mesh, shape, dtype, source, target, path, request.rank, topology)
+    ends, path = _search(mesh, shape, dtype, source, target, topology, request.max_bytes)
+    return _program(ends, shape, dtype, path, request.rank, topology)
 
 
 def _plan_cross_mesh(request: Request) -> Program:
@@ -213,12 +214,45 @@ def _plan_cross_mesh(request: Request) -> Program:
     return plan_cross_mesh(request)
 
 
-class _SearchResult(NamedTuple):
-    """The mesh and the layouts after mesh dims are split, and the cheapest path on them."""
+class _Ends(NamedTuple):
+    """A request on one mesh after mesh dims are split.
+
+    Where too many terms are reduced to uneven shards, the parts of a mesh dim cut a tensor dim one after the other, and
+    a last step brings the shards that are wanted.
+
+    Attributes:
+        mesh, source: the source.
+        reduced: the layout on `mesh` in which values are reduced.
+        target_mesh, target: the target, on a mesh of the same ranks in the same order. They are `mesh` and `reduced`
+            unless a last step is needed.
+    """
 
     mesh: Mesh
     source: Layout
+    reduced: Layout
+    target_mesh: Mesh
     target: Layout
+
+    def last_change(self, dtype: str, nodes: Nodes | None) -> LayoutChange | None:
+        """The change from `reduced` to `target`; None if no last step is needed."""
+        if self.mesh == self.target_mesh:
+            return None
+        layouts = (x.without_size_one(mesh.shape) for mesh, x in (self[:3:2], self[3:]))
+        return layout_change(self.mesh, dtype, *layouts, nodes, self.target_mesh)
+
+
+def _split_ends(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, topology: Topology | None) -> _Ends:
+    if topology is not None:
+        mesh, (source, target) = split_by_nodes(mesh, shape, (source, target), topology)
+    mesh, source, target = split_by_fan_in(mesh, shape, source, target)
+    return _Ends(*split_by_fan_in(mesh, shape, source, target, uneven=True), mesh, target)
+
+
+class _SearchResult(NamedTuple):
+    """The ends after mesh dims are split, and the cheapest path from the source to the layout in which values are
+    reduced; its price includes the last step."""
+
+    ends: _Ends
     path: Path
 
 
@@ -233,44 +267,44 @@ def _search(
     max_bytes: int | None,
 ) -> _SearchResult:
     normalized_layouts(mesh, len(shape), dtype, source, target)  # for its checks
-    mesh, (source, target) = split_by_nodes(mesh, shape, (source, target), topology)
-    mesh, source, target = split_by_fan_in(mesh, shape, source, target)
+    ends = _split_ends(mesh, shape, source, target, topology)
+    mesh, source, target = ends[:3]
     start, end = source.without_size_one(mesh.shape), target.without_size_one(mesh.shape)
     if start == end:
         nbytes = math.prod(held_sizes(shape, start, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
         if max_bytes is not None and nbytes > max_bytes:
             raise ArgumentError(f"max_bytes: {max_bytes}; allowed: at least {nbytes}, the size of a shard of ({start})")
-        return _SearchResult(mesh, source, target, Path((start,), 0.0, nbytes))
+        return _SearchResult(ends, Path((start,), 0.0, nbytes))
     search = Search(mesh, shape, dtype, start, end, topology)
+    last = ends.last_change(dtype, topology.rank_nodes)
+    last_us = 0.0 if last is None else round(cross_mesh_price(last, shape, topology).us, 3)
     if max_bytes is None:
         found = search.cheapest()
         path = best_path(mesh, shape, dtype, start, end, topology, found)
         if path is not found:
             path = replace(path, others=(replace(found, others=()), *found.others))
-        return _SearchResult(mesh, source, target, path)
+        others = tuple([replace(other, us=other.us + last_us) for other in path.others])
+        return _SearchResult(ends, replace(path, us=path.us + last_us, others=others))
 
     def peak_bytes(path: Path) -> int:
         """The bytes that a rank holds at most: exact from the boxes, or on a large mesh the estimate."""
         if mesh.size > PRICED_WHOLE:
             return path.peak_bytes
-        return max(_program(mesh, shape, dtype, source, target, path, None, topology).peak_bytes)
+        return max(_program(ends, shape, dtype, path, None, topology).peak_bytes)
 
-    return _SearchResult(mesh, source, target, search.cheapest_within(max_bytes, peak_bytes))
+    path = search.cheapest_within(max_bytes, peak_bytes)
+    return _SearchResult(ends, replace(path, us=path.us + last_us))
 
 
 def _program(
-    mesh: Mesh,
-    shape: tuple[int, ...],
-    dtype: str,
-    source: Layout,
-    target: Layout,
-    path: Path,
-    rank: int | None,
-    topology: Topology | None,
+    ends: _Ends, shape: tuple[int, ...], dtype: str, path: Path, rank: int | None, topology: Topology | None
 ) -> Program:
-    changes = layout_changes(mesh, dtype, path.layouts, None if topology is None else topology.rank_nodes)
-    steps = tuple([build_step(change, shape, rank) for change in changes])
-    return Program(mesh, shape, dtype, source, target, steps, rank, topology, path.others)
+    nodes = None if topology is None else topology.rank_nodes
+    last = ends.last_change(dtype, nodes)
+    changes = layout_changes(ends.mesh, dtype, path.layouts, nodes, None if last is None else last.positions)
+    steps = tuple([build_step(change, shape, rank) for change in (*changes, *([last] if last else []))])
+    mesh, meshes = (ends.mesh, ()) if last is None else (last.positions, (ends.mesh, ends.target_mesh))
+    return Program(mesh, shape, dtype, ends.source, ends.target, steps, rank, topology, path.others, *meshes)
 
 
 def _path_of_fewest_bytes(
@@ -336,10 +370,14 @@ def _scatter_paths(change: LayoutChange, ndim: int) -> list[_ScatterPath]:
 
 @lru_cache(maxsize=4096)
 def layout_changes(
-    mesh: Mesh, dtype: str, layouts: tuple[Layout, ...], nodes: Nodes | None = None
+    mesh: Mesh,
+    dtype: str,
+    layouts: tuple[Layout, ...],
+    nodes: Nodes | None = None,
+    positions: Mesh | None = None,
 ) -> tuple[LayoutChange, ...]:
     """The changes from each layout to the next."""
-    return tuple([layout_change(mesh, dtype, a, b, nodes) for a, b in pairwise(layouts)])
+    return tuple([layout_change(mesh, dtype, a, b, nodes, mesh, positions) for a, b in pairwise(layouts)])
 
 
 def _scattered(base: Layout, mesh_dims: Sequence[int], tensor_dim: int) -> Layout:

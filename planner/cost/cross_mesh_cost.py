@@ -33,10 +33,10 @@ def step_price_between(
     change = layout_change(source_mesh, dtype, source, target, topology.rank_nodes, target_mesh)
     if isinstance(change, NodeChange):
         return node_step_price(change, shape, topology)
-    return _cross_mesh_price(change, shape, topology) if change.is_cross_mesh else step_price(change, shape, topology)
+    return cross_mesh_price(change, shape, topology) if change.is_cross_mesh else step_price(change, shape, topology)
 
 
-def _cross_mesh_price(change: LayoutChange, shape: tuple[int, ...], topology: Topology) -> StepPrice:
+def cross_mesh_price(change: LayoutChange, shape: tuple[int, ...], topology: Topology) -> StepPrice:
     """The price of a change between meshes, by the rules of `cost.step_price`.
 
     Counted box by box, on the ranks of `priced_ranks`.

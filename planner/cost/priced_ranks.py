@@ -98,6 +98,13 @@ class PricedRanks:
             kind = kind * self.mesh.shape[m] + self.coordinates[m]
         return kind
 
+    def on_nodes(self, kinds: np.ndarray) -> np.ndarray:
+        """[nodes, q] how many ranks of a node are of the kind of rank q, given the kind [q] of each."""
+        distinct, kind = np.unique(kinds, return_inverse=True)
+        number = len(distinct)
+        counts = np.bincount(self.nodes * number + kind, minlength=len(self.members) * number)
+        return counts.reshape(-1, number)[:, kind].astype(np.float64)
+
     def first_of_shard(self, layout: Layout) -> np.ndarray:
         """[q] whether the rank is the first of its node that holds its shard."""
         return _first_of_kind(self, tuple(sorted([m for _, order in layout.orders for m in order])))
@@ -169,10 +176,10 @@ class SendShares:
     ) -> None:
         mesh = at.mesh
         kinds = at.kinds(m for m in range(mesh.ndim) if m not in replicas)
-        alike = kinds[:, None] == kinds
-        near = at.near.astype(np.float64) @ alike
+        alike = kinds[at.receivers][:, None] == kinds
+        near = at.on_nodes(kinds)[at.nodes[at.receivers]]
         far = 1 / math.prod(mesh.shape[m] for m in replicas)
-        shares = np.where(alike[at.receivers], at.own, np.where(near > 0, at.near / np.maximum(near, 1), far))
+        shares = np.where(alike, at.own, np.where(near > 0, at.near / np.maximum(near, 1), far))
         kinds = at.kinds(m for m in range(mesh.ndim) if m not in closure or m in shards_split)
         keeps = (at.coordinates[list(keepers)].sum(axis=0) == 0)[at.receivers]
         shares = shares * (kinds[at.receivers][:, None] == kinds) * keeps[:, None]

@@ -16,6 +16,7 @@ import numpy as np
 from ..layouts.index_sets import Span, cells_meeting, elements_in_common, held_box, held_sizes, spans_at
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
+from ..layouts.nodes import nodes_of
 from ..layouts.placements import Shard
 from .intersection import FewPairs, intersect
 from .layout_change import LayoutChange
@@ -137,7 +138,8 @@ def _pairs_to(change: LayoutChange, rank: int, shape: tuple[int, ...] | None = N
 
 
 def _pairs_from(change: LayoutChange, rank: int, shape: tuple[int, ...] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs whose holder has the shard of `rank`, for a tensor of `shape` or (None) of any shape."""
+    """The pairs whose holder has the shard of `rank`, for a tensor of `shape` or (None) of any shape, without most of
+    those in which another rank is the sender."""
     mesh = change.source_mesh
     at = mesh.coordinate_of(rank, change.positions)
     if at is None:
@@ -149,7 +151,28 @@ def _pairs_from(change: LayoutChange, rank: int, shape: tuple[int, ...] | None =
     receivers = _coordinates_meeting(change.target_mesh, change.target, change.target_dims, start, shape, box, free)
     holders, cut = _on_other_mesh(change, receivers, mesh), _cut(change.source, change.source_dims)
     holders[:, cut] = me[:, cut]
-    return receivers, holders
+    may_send = _may_send(change, me, receivers, holders)
+    return receivers[may_send], holders[may_send]
+
+
+def _may_send(change: LayoutChange, me: np.ndarray, receivers: np.ndarray, holders: np.ndarray) -> np.ndarray:
+    """[pairs] false for pairs in which the rank at coordinate `me` [1, mesh dims] is not among the senders.
+
+    In time proportional to the pairs, of which there may be one for each rank, however many terms are reduced.
+    """
+    mesh, replicas = change.source_mesh, list(change.replicas)
+    fixed = [m for m in range(mesh.ndim) if m not in replicas and m not in change.reduced]
+    sends = (holders[:, fixed] == me[:, fixed]).all(axis=1)
+    if replicas:
+        turn = _round_robin_index(change, receivers) % math.prod(mesh.shape[m] for m in replicas)
+        own_turn = np.ravel_multi_index(tuple(me[0, replicas]), [mesh.shape[m] for m in replicas])
+        ranks = change.target_mesh.rank_array[receivers @ change.target_mesh.strides]
+        own_rank = mesh.rank_array[me @ mesh.strides]
+        may = (turn == own_turn) | (ranks == own_rank)
+        if change.nodes is not None:
+            may |= nodes_of(ranks, change.nodes) == nodes_of(own_rank, change.nodes)
+        sends &= may
+    return sends
 
 
 def _no_pairs(change: LayoutChange) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,10 +13,12 @@ import brute_force_oracle as oracle
 import pytest
 import torch
 from box_checks import assert_boxes_match_oracle, assert_matches_program_of_all
+from test_simulate import poison  # noqa: F401
 
 import shardweave
 from shardweave import NVLINK_INFINIBAND, Layout, Mesh, Topology, redistribute_cost
-from shardweave.planner import bounded_fan_in, plan, search
+from shardweave.planner import Program, bounded_fan_in, layout_change, plan, search
+from shardweave.planner.exchange.senders import transfer_table
 
 pytestmark = pytest.mark.plan
 
@@ -72,7 +75,7 @@ def test_plan_with_bounded_fan_in(
     ("mesh", "shape", "source", "target"),
     [
         ((7, 2), (56, 4), "P S0", "S0 S0"),  # 7 is prime
-        ((8, 2), (20, 4), "P S0", "S0 S0"),  # uneven shards
+        ((8, 2), (20, 4), "P P", "S0 P"),  # uneven shards of partial values
         ((8, 2), (48, 4), "P S0", "P S1"),  # nothing is reduced
         ((4, 2), (48, 4), "P S0", "S0 S0"),
     ],
@@ -83,6 +86,80 @@ def test_plan_keeps_mesh_dims_that_cannot_split(
     program = plan(mesh, shape, "float32", source, target)
     assert program.mesh.shape == mesh
     assert_boxes_match_oracle(program)
+
+
+UNEVEN_NODES = replace(
+    NVLINK_INFINIBAND, node_size=None, nodes=(0, 0, 0, 1, 2, 2, 1, 1, *(3 + i // 5 for i in range(32)))
+)
+
+
+@pytest.mark.parametrize("topology", [None, NVLINK_INFINIBAND, UNEVEN_NODES], ids=["bytes", "nodes", "uneven nodes"])
+@pytest.mark.parametrize(
+    ("mesh", "shape", "source", "target"),
+    [
+        ((16,), (29, 2), "P", "S0"),
+        ((16,), (3, 2), "Pavg", "S1"),
+        ((8, 2), (20, 4), "P S0", "S0 S0"),
+        ((8, 2), (21, 5), "P P", "S0 S0 @ 0:1,0"),
+        ((8, 2), (21, 5), "Pmax R", "S0/2 S1"),
+        ((8, 5), (21, 5), "P P", "S1 R"),
+        ((16, 2), (21, 5), "P S1", "S0 S1"),
+    ],
+)
+def test_reduction_to_uneven_shards_in_stages(
+    few_terms: None,
+    mesh: tuple[int, ...],
+    shape: tuple[int, ...],
+    source: str,
+    target: str,
+    topology: Topology | None,
+    poison: None,  # noqa: F811
+) -> None:
+    """Values are reduced to nested shards, which a last step makes those that are wanted."""
+    request = Mesh(mesh), shape, "float64", source, target
+    program = plan(*request, topology=topology)
+    assert program.is_cross_mesh and program.target_mesh.shape == mesh and program.requested is not None
+    assert max(step.boxes.sender.shape[1] for step in program.steps) < mesh[0]
+    for rank in (0, 5, math.prod(mesh) - 1):
+        assert_matches_program_of_all(plan(*request, rank=rank, topology=topology), program)
+    assert Program.from_json(program.to_json()).explain() == program.explain()
+    if topology is not None:
+        assert redistribute_cost(*request, topology) == pytest.approx(program.cost_us, abs=0.01)
+    generator = torch.Generator().manual_seed(0)
+    low = 0 if "max" in source else -99
+    given = torch.randint(low, 99, oracle.contribution_shape(mesh, shape, source), generator=generator).double()
+    outputs = shardweave.simulate(program, oracle.local_shards(mesh, shape, source, given))
+    held = oracle.assembled(mesh, target, [x.double() for x in outputs])
+    reduced = " ".join("R" if token.startswith("P") else token for token in target.split(" @ ")[0].split())
+    text = reduced + target[len(target.split(" @ ")[0]) :]
+    whole = oracle.whole_of(mesh, source, given)
+    wanted = oracle.local_shards(mesh, shape, text, whole.reshape((1,) * len(mesh) + whole.shape))
+    for got, expected in zip(held, wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("target", ["S0 R", "R S0"])
+def test_plan_one_rank_of_65536_to_uneven_shards(target: str) -> None:
+    """The boxes of one step would have over 10,000 peers with 32,768 senders each."""
+    nodes = tuple(i // 8 if i < 40_000 else i // 5 for i in range(1 << 16))
+    for topology in (None, replace(NVLINK_INFINIBAND, node_size=None, nodes=nodes)):
+        program = plan((1 << 15, 2), (65537, 33), "bfloat16", "P R", target, rank=22222, topology=topology)
+        assert max(step.boxes.sender.size for step in program.steps) <= 1 << 17
+
+
+def test_rank_that_sends_to_few_of_many_receivers() -> None:
+    """One replica of 128 sends each of 32 terms, to a few of 4,096 receivers."""
+    nodes = tuple(i // 8 if i < 1024 else i // 5 for i in range(1 << 12))
+    for topology in (None, replace(NVLINK_INFINIBAND, node_size=None, nodes=nodes)):
+        for rank in (0, 3000):
+            request = (128, 32), (4096, 64), "bfloat16", "R P", "S1 S0"
+            program = plan(*request, rank=rank, topology=topology)
+            changes = [layout_change(x.source_mesh, "bfloat16", x.source, x.target, None if topology is None else
+                                     topology.rank_nodes) for x in program.steps]  # fmt: skip
+            for step, change in zip(program.steps, changes, strict=True):
+                whole = transfer_table(change, (4096, 64))
+                mine = (whole.receiver == rank) | (whole.sender == rank).any(axis=1)
+                assert step.boxes.rows() == whole.select(mine).rows()
 
 
 @pytest.mark.parametrize("topology", [None, NVLINK_INFINIBAND], ids=["bytes", "nodes"])
