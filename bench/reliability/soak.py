@@ -119,9 +119,17 @@ def growing(half: Counter[str], end: Counter[str]) -> list[str]:
 def lower_limits() -> None:
     """Make caches smaller, so that they are full early in the run, and drop entries from then on. They begin empty: the
     process that this one was forked from may have used them."""
-    for _, cache in _caches():
-        if not isinstance(cache, ProcessGroupCache):
-            cache.cache_clear()
+    smaller: dict[int, Any] = {}
+    for _, cache in list(_caches()):
+        if isinstance(cache, ProcessGroupCache):
+            continue
+        cache.cache_clear()
+        limit, typed = cache.cache_parameters()["maxsize"], cache.cache_parameters()["typed"]
+        if limit is not None:
+            smaller[id(cache)] = functools.lru_cache(max(limit // _SMALLER, 16), typed)(cache.__wrapped__)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("shardweave."):
+            vars(module).update({n: smaller[id(v)] for n, v in vars(module).items() if id(v) in smaller})
     for cache in process_group_cache._caches:
         if isinstance(cache, ProcessGroupCache):
             cache._max_entries = max(cache._max_entries // _SMALLER, 16)
