@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ...runtime.dtensor.batch import redistribute_batch
 from ...runtime.dtensor.redistribute import redistribute
@@ -17,9 +18,17 @@ from ...runtime.moe.dispatcher import TokenDispatcher
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)  # in which sums of the values here are exact
+_EXTENTS = (1, 2, 3, 5, 8, 13, 24, 48)
 _MOST = 64  # values of a tensor are below this
 _KINDS = ("now",) * 6 + ("begin", "begin", "use", "batch", "backward")
-_REPEATED, _BATCHES, _FRESH = 150, 60, 0.03  # requests and batches that repeat; the share of calls with another one
+_REPEATED, _FRESH = 150, 0.01  # requests that repeat; the share of calls with another one
+_BATCHES = 10.0  # batches are drawn anew with numbers of this mean, so that most calls repeat one
+_BACKWARD = 0.1  # the share of dispatches that have one
+_OFTEN = 3.0  # the transports come with shares of e⁻³: all but a twentieth of the calls have the first one
+
+# Inputs are copies of parts of these, since drawing them would take longer than a call.
+_DRAWN = torch.randint(_MOST, (_EXTENTS[-1] ** 3 + _MOST,), generator=torch.Generator().manual_seed(0))
+_VALUES = {dtype: _DRAWN.to(dtype) for dtype in DTYPES}
 
 
 class WrongValues(AssertionError):
@@ -27,15 +36,20 @@ class WrongValues(AssertionError):
 
 
 class Request(NamedTuple):
-    """A redistribution of a tensor whose values follow from its number."""
+    """A redistribution of a tensor whose values follow from its number.
 
-    mesh: DeviceMesh
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    source: tuple[Placement, ...]
+    Attributes:
+        source: of the tensor, with its mesh, shape and dtype.
+    """
+
+    source: DTensorSpec
     target: tuple[Placement, ...]
     transport: str
     base: int
+
+
+def _often_first(random: Random, transports: Sequence[str]) -> str:
+    return transports[min(int(random.expovariate(_OFTEN)), len(transports) - 1)]
 
 
 def held(x: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:
@@ -51,16 +65,19 @@ def held(x: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> 
 
 
 def whole_of(request: Request, seed: int) -> torch.Tensor:
-    number = torch.Size(request.shape).numel()
-    return ((torch.arange(number).view(request.shape) * 7 + request.base + seed) % _MOST).to(request.dtype)
+    """The whole tensor: a view of values that all requests share."""
+    assert request.source.tensor_meta is not None
+    shape, _, dtype = request.source.tensor_meta
+    first = (request.base + seed) % _MOST
+    return _VALUES[dtype][first : first + shape.numel()].view(shape)
 
 
 def wanted(request: Request, seed: int) -> torch.Tensor:
     """This rank's shard of the target."""
-    terms = 1
-    for dim, placement in enumerate(request.source):
-        terms *= request.mesh.size(dim) if isinstance(placement, Partial) else 1
-    return held(whole_of(request, seed) * terms, request.target, request.mesh)
+    terms, mesh = 1, request.source.device_mesh
+    for dim, placement in enumerate(request.source.placements):
+        terms *= mesh.size(dim) if isinstance(placement, Partial) else 1
+    return held(whole_of(request, seed) * terms, request.target, mesh)
 
 
 class Redistributions:
@@ -83,14 +100,15 @@ class Redistributions:
 
     def _drawn(self) -> Request:
         random, mesh = self._random, self._random.choice(self._meshes)
-        shape = tuple(random.choice((1, 2, 3, 5, 8, 13, 24, 48)) for _ in range(random.randint(1, 3)))
+        shape = torch.Size(random.choice(_EXTENTS) for _ in range(random.randint(1, 3)))
         dtype = random.choice(DTYPES)
         kinds: list[Placement] = [Replicate(), *map(Shard, range(len(shape)))]
         sources = [*kinds, Partial()] if dtype in SUMMED else kinds
         source = tuple(random.choice(sources) for _ in range(mesh.ndim))
         target = tuple(random.choice(kinds) for _ in range(mesh.ndim))
-        transport = self._transports[min(int(random.expovariate(1.5)), len(self._transports) - 1)]
-        return Request(mesh, shape, dtype, source, target, transport, random.randrange(_MOST))
+        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
+        spec = DTensorSpec(mesh, source, tensor_meta=meta)
+        return Request(spec, target, _often_first(random, self._transports), random.randrange(_MOST))
 
     def run(self, verify: bool) -> None:
         """Make the next call; with `verify`, compare its result."""
@@ -98,7 +116,7 @@ class Redistributions:
         request = self._drawn() if random.random() < _FRESH else random.choice(self._requests)
         kind, seed = random.choice(_KINDS), random.randrange(_MOST)
         if kind == "batch":
-            again = Random(random.randrange(_BATCHES))
+            again = Random(int(random.expovariate(1 / _BATCHES)))
             requests = again.choices(self._requests, k=again.randint(1, 4))
             request = requests[0]
             requests = [r._replace(transport=request.transport) for r in requests]
@@ -107,9 +125,8 @@ class Redistributions:
                     [self._tensor(r, seed) for r in requests], [r.target for r in requests], transport=request.transport
                 )
             self._check(verify, [(y, r, seed) for y, r in zip(ys, requests, strict=True)])
-        elif kind == "backward" and request.dtype == torch.float64 and request.mesh.get_coordinate() is not None:
-            x = self._tensor(request, seed)
-            x.requires_grad_()
+        elif kind == "backward" and self._has_backward(request):
+            x = self._tensor(request, seed).requires_grad_()
             y = redistribute(x, request.target, transport=request.transport)
             ones = DTensor(torch.ones_like(y._local_tensor), y._spec, requires_grad=False)
             (gradient,) = torch.autograd.grad(y, x, ones)
@@ -130,19 +147,22 @@ class Redistributions:
             elif kind == "now":
                 self._check(verify, [(y, request, seed)])
 
-    def _tensor(self, request: Request, seed: int) -> DTensor:
-        whole = whole_of(request, seed)
-        local = held(whole, request.source, request.mesh).contiguous()
-        return DTensor.from_local(
-            local, request.mesh, request.source, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+    @staticmethod
+    def _has_backward(request: Request) -> bool:
+        meta, mesh = request.source.tensor_meta, request.source.device_mesh
+        return meta is not None and meta.dtype == torch.float64 and mesh.get_coordinate() is not None
+
+    @staticmethod
+    def _tensor(request: Request, seed: int) -> DTensor:
+        local = held(whole_of(request, seed), request.source.placements, request.source.device_mesh)
+        return DTensor(local.clone(memory_format=torch.contiguous_format), request.source, requires_grad=False)
 
     def _check(self, verify: bool, results: Sequence[tuple[DTensor, Request, int]]) -> None:
         if not verify:
             return
         self.verified += 1
         for y, request, seed in results:
-            if request.mesh.get_coordinate() is None:
+            if request.source.device_mesh.get_coordinate() is None:
                 continue
             got, want = y.to_local() + 0, wanted(request, seed)
             if got.shape != want.shape or not torch.equal(got, want):
@@ -161,15 +181,16 @@ class Dispatches:
             {"num_experts": 6, "top_k": 1, "capacity": 30, "overflow": "drop"},
         )  # fmt: skip
         common: dict[str, Any] = {"hidden": 16, "max_tokens": 12, "dtype": torch.float32}
-        self._dispatchers = [
-            TokenDispatcher(**common, **settings, transport=transports[i % len(transports)])
-            for i, settings in enumerate(more)
-        ]
+        self._transports = transports
+        self._dispatchers = {
+            transport: [TokenDispatcher(**common, **settings, transport=transport) for settings in more]
+            for transport in transports
+        }
 
     def run(self, verify: bool) -> None:
         """Dispatch, scale each row by the number of its expert, and combine; with `verify`, compare the sums."""
-        dispatcher = self._random.choice(self._dispatchers)
-        config, backward = dispatcher.config, self._random.random() < 0.3
+        dispatcher = self._random.choice(self._dispatchers[_often_first(self._random, self._transports)])
+        config, backward = dispatcher.config, self._random.random() < _BACKWARD
         tokens = int(torch.randint(0, config.max_tokens + 1, (), generator=self._own))
         x = torch.randn(tokens, config.hidden, generator=self._own).requires_grad_(backward)
         ids = torch.randint(-1, config.num_experts, (tokens, config.top_k), generator=self._own)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable
 
-from ...errors import MeetingTimeoutError
+from ...errors import MeetingTimeoutError, TransportError
 
 
 class CallLock:
@@ -13,7 +15,8 @@ class CallLock:
 
     All transports of a process group share one, because they share the numbers of calls, and connections. So the calls
     of a process have one order, whatever threads they are made on, and ranks wait for each other in a cycle only if
-    their orders differ.
+    their orders differ. A forked child of the process can take none, and so makes no calls: the connections, the memory
+    and the numbers of calls are the parent's, whose peers would take the child's messages for the parent's.
 
     Args:
         timeout: seconds that a thread waits for it.
@@ -30,6 +33,7 @@ class CallLock:
         self.acquire_now: Callable[[bool], bool] = self._lock.acquire
         """With False: take it if no other thread holds it; returns whether it was taken. `depth` is the caller's."""
         self.release_now = self._lock.release
+        _locks.add(self)
 
     def acquire(self, within: float | None = None) -> None:
         """Take it; `depth` is the caller's.
@@ -52,6 +56,17 @@ class CallLock:
         while not self.depth and self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock.release()
 
+    def leave_to_parent(self) -> None:
+        """Refuse every call, in a forked child, with a TransportError that no peer notices."""
+
+        def refuse(_: object = None) -> bool:
+            raise TransportError(
+                f"rank {self._rank}: process {os.getpid()} is a forked child of this rank's; allowed: calls of the "
+                f"rank's own process, or a process group of the child's own"
+            )
+
+        self.acquire_now = self.acquire = refuse  # type: ignore[method-assign]
+
     def __enter__(self) -> None:
         try:
             self.acquire()
@@ -64,3 +79,14 @@ class CallLock:
         self.depth -= 1
         self.release_now()
         self.settle()
+
+
+_locks: weakref.WeakSet[CallLock] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for lock in _locks:
+        lock.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

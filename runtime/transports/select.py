@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import MeetingTimeoutError, UnsupportedError
+from ...errors import TransportError, UnsupportedError
 from ...planner import Topology
 from .. import flight_recorder
 from ..environment import pretended_node_size, requested_timeout, requested_transport
@@ -85,7 +85,7 @@ class Transports:
         try:
             lock.acquire(_GRACE * (1 + has_background))
             lock.depth += 1
-        except MeetingTimeoutError as error:
+        except TransportError as error:
             _logger.warning("asynchronous calls are not finished with their process group: %s", error)
             return
         try:

@@ -41,7 +41,7 @@ def test_growth_in_the_second_half_is_a_fault() -> None:
         "mappings": 400.0,
         "/dev/shm, names": 0.0,
     }
-    end = {"done": [8, 2], "seconds": 1.0, "verified": [1, 1], "unbounded": [], "growing": []}
+    end = {"done": [8, 2], "seconds": 1.0, "cpu": 1.0, "verified": [1, 1], "unbounded": [], "growing": []}
 
     def faults(**changed: float) -> list[str]:
         report = Report()

@@ -30,6 +30,7 @@ class PeerErrors:
     def timed_out(self, *ranks: int, why: str = "") -> MeetingTimeoutError:
         """The error after a wait for `ranks` has timed out. It names those that do not wait in the same call."""
         absent, call = list(ranks), self.calls.current
+        self.reports.keep_waiting(ranks)  # peers whose waits for this rank end now look for their cause
         if len(ranks) > 1:
             with suppress(dist.DistError):
                 waiting = {rank: self.reports.waiting(rank) for rank in ranks}
@@ -142,7 +143,9 @@ class PeerErrors:
         if failure is not None:
             return PeerError(f"rank {self._rank} was waiting for rank {rank}: {failure}")
         if self._is_gone(rank):
-            return PeerError(f"rank {rank} is gone; rank {self._rank} was waiting for it in {self.calls.current}")
+            # A rank whose own wait has failed may have closed its connections before it writes so.
+            why = self.why_late(rank)
+            return PeerError(f"rank {rank} is gone; rank {self._rank} was waiting for it in {self.calls.current}{why}")
         return None
 
     def peer_status(self, peer: int) -> str:

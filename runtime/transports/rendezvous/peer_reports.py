@@ -105,15 +105,17 @@ class PeerReports:
     def write_waiting(self, polls: int, awaited: Sequence[int] = ()) -> None:
         """Write the call that this rank waits in. `polls`: how often it has done so during this wait; `awaited`: the
         ranks that it waits for."""
+        if polls == 1:
+            self._is_evidence = self._failed  # of an earlier wait, whose error was not this rank's last
         call = self._calls.current
         text = json.dumps([self.nonce, polls, *call[:3], call.text, self._calls.numbers(), list(awaited)])
         with suppress(dist.DistError):
             self._texts.set(_key("waiting", self._calls.rank), text)
 
-    def keep_waiting(self) -> None:
-        """Write the current call, and leave it in the store for the errors of peers."""
+    def keep_waiting(self, awaited: Sequence[int] = ()) -> None:
+        """Write the current call, and leave it in the store for the errors of peers, until this rank waits again."""
         self._is_evidence = True
-        self.write_waiting(0)
+        self.write_waiting(0, awaited)
 
     def clear_waiting(self) -> None:
         """Remove what `write_waiting` wrote, unless errors of peers need it."""

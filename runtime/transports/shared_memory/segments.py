@@ -27,12 +27,20 @@ from ....errors import TransportError
 from ...environment import requested_segments
 
 NAMED_FOLDER = "/dev/shm"
-_serial = itertools.count(1)
+_serial = itertools.count(1)  # of this process's named segments
 
 
 def process_namespace() -> int:
     """The id of the process namespace: equal for processes that see each other under the same process ids."""
     return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _count_anew() -> None:
+    global _serial
+    _serial = itertools.count(1)
+
+
+os.register_at_fork(after_in_child=_count_anew)
 
 
 def uses_names() -> bool:

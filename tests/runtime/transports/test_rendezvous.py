@@ -252,3 +252,24 @@ def test_write_ends_in_time_without_an_answer() -> None:
     store.gone = True
     with pytest.raises(PeerError, match="the store is gone .* did not answer within 0.2 s"):
         one.write("key", "other")
+
+
+@pytest.mark.parametrize("timed_out", [True, False], ids=["waited for too long", "lost its connection"])
+def test_cause_is_named_after_late_peer_has_ended_its_own_wait(
+    timed_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 stalls; rank 3 waits for it, and rank 2 for rank 3, whose wait is over before it reports its failure."""
+    monkeypatch.setattr(long_wait, "FIRST_POLL", 0.0)
+    store, ranks = dist.HashStore(), (1, 2, 3)
+    second, third = (at(store, rank, gone=(3,)) for rank in (2, 3))
+    for rendezvous in (second, third):
+        rendezvous.calls.begin(ranks, 5, "combine")
+    wait = LongWait(third.errors)
+    wait.poll([1])
+    third.errors.timed_out(1)
+    wait.close()
+    error = second.errors.timed_out(3) if timed_out else second.errors.peer_gone(3)
+    assert "rank 2 was waiting for it" in str(error) and str(error).endswith("rank 3 waits for rank 1")
+    LongWait(third.errors).poll([2])  # rank 3 has caught the error: what it waits for now is not kept
+    third.reports.clear_waiting()
+    assert second.errors.why_late(3) == ""
