@@ -22,6 +22,7 @@ from .addresses import MOST_BUFFERS, NO_ADDRESSES, target_address
 from .tiling import PROCESSORS, Launch
 
 _HERE = nullcontext()
+_REGISTERS = 65536  # of an SM
 
 
 def interpreted(kernel: object) -> bool:
@@ -92,15 +93,25 @@ def loaded(kernel: Any, device: torch.device, arguments: Sequence[Any], **option
 
 
 def prepared(
-    kernel: Any, grid: tuple[int, int, int], device: torch.device, arguments: Sequence[Any], num_warps: int
-) -> Callable[..., None]:
+    kernel: Any, grid: tuple[int, int, int], device: torch.device, arguments: Sequence[Any], num_warps: int,
+    **options: int,
+) -> Callable[..., None]:  # fmt: skip
     """Compile and load a kernel and return its launcher for a grid.
 
     The launcher takes all parameters of the kernel in order, constants included, as `arguments` are.
     """
     with on_device(device):
-        launcher: Callable[..., None] = loaded(kernel, device, arguments, num_warps=num_warps)[grid]
+        launcher: Callable[..., None] = loaded(kernel, device, arguments, num_warps=num_warps, **options)[grid]
     return launcher
+
+
+def registers_of_sm(num_warps: int, programs: int = 1) -> dict[str, int]:
+    """The option by which each of so many programs on an SM may take its share of all registers.
+
+    Without it, ptxas aims at more programs on an SM, and spills a few bytes of a thread rather than take the registers
+    that it needs.
+    """
+    return {} if torch.version.hip else {"maxnreg": min(_REGISTERS // (32 * num_warps * programs), 255)}
 
 
 class Constants:

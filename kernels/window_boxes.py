@@ -19,7 +19,7 @@ from .boxes import StridedBoxes
 from .copy_boxes import CopyTable, copy_constants, copy_tile
 from .dtypes import real_dtype
 from .fused_signals import end_use, half_of_use, is_last_program, wait_for_peers
-from .launch import on_device, prepared, uploaded
+from .launch import on_device, prepared, registers_of_sm, uploaded
 from .pack_boxes import pack_tile
 from .reduce_boxes import ReduceTable, reduce_tile
 from .tiling import DESCRIPTOR, Launch, LaunchConfig
@@ -298,7 +298,8 @@ class WindowLaunch:
         self._after = tuple([constants[name] for name in kernel.arg_names if name in constants])
         table = torch.empty(0, dtype=torch.int64, device=use.device)
         arguments = self.descriptors, table, table, *NO_ADDRESSES, *self._before, *(0,) * use.numbers, *self._after
-        self._start = prepared(kernel, self.grid, use.device, arguments, constants["num_warps"])
+        warps = constants["num_warps"]
+        self._start = prepared(kernel, self.grid, use.device, arguments, warps, **registers_of_sm(warps))
 
     def __call__(
         self,

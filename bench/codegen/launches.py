@@ -64,7 +64,7 @@ _ON_BOXES = ("copy_boxes", "reduce_boxes", "copy_window", "reduce_window", "copy
 _NOWHERE = torch.device("meta")
 _SPELLED = GPUTarget("cuda", 90, 32)  # the rules for what of an argument a kernel is compiled for are alike on all
 _ADDRESS = 1 << 40  # as large as a device's, and as aligned
-_OPTIONS = ("num_warps", "enable_fp_fusion")
+OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
 LAYOUTS = ("R R", "S0 R", "R S1", "S0 S1", "S1 S0", "S0 S0", "S0 S0 @ 0:1,0", "P S0", "P P", "Pavg S1")
 PAIRS = [pair for pair in product(LAYOUTS, repeat=2) if pair[0] != pair[1] and "P" not in pair[1]]
 FEW_PAIRS = (("S0 S1", "S1 S0"), ("P S0", "S0 S0"), ("Pmax R", "S1 R"), ("R R", "P S0"))
@@ -209,7 +209,7 @@ def _as_compiled(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> 
     values, kinds, options = _binder(kernel)(*given, **named)
     of = dict(zip(values, kinds, strict=True))
     constants = {name: values[name] for name, (kind, *_) in of.items() if kind == "constexpr"}
-    constants |= {name: options[name] for name in _OPTIONS if name in options}
+    constants |= {name: options[name] for name in OPTIONS if name in options}
     aligned = tuple(name for name, (kind, how) in of.items() if kind != "constexpr" and "D" in (how or ""))
     return Specialisation(_NAMES[kernel], constants, {name: kind for name, (kind, _) in of.items()}, aligned)
 

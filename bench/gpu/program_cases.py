@@ -1,4 +1,5 @@
-"""Whole programs on one GPU: a step's packing and unpacking beside torch's own ops for it, and an N-rank program."""
+"""Whole programs on one GPU: a step's packing and unpacking beside torch's own ops for it, an N-rank program, and a
+direct push beside windows."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor as 
 from shardweave.bench.gpu.graph_timing import kernel_seconds
 from shardweave.bench.gpu.kernel_cases import Made, random_buffer
 from shardweave.bench.gpu.measuring import Measuring
+from shardweave.bench.gpu.token_work import LoneTransport, SeparateMemory
+from shardweave.bench.suites.suite_host import TIMEOUT, Alone
 from shardweave.planner import plan
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.executor.simulate import bind_in_process, simulate
+from shardweave.runtime.executor.step_direct import DirectStep
 from shardweave.runtime.executor.step_sendrecv import SendRecvStep
 from shardweave.runtime.transports.in_process import InProcessTransport
 
-RANKS = 4
+RANKS, NODE_RANKS = 4, 8
 _WRONG = "the program's result is wrong"
 
 
@@ -94,3 +98,49 @@ def whole_program(measuring: Measuring, side: int, case: str) -> None:
     ours = measuring.time(case, {"ours": lambda: (lambda: run(shards), right)}, moved, 1)["ours"]
     seconds, kernels = (median(ours), 0) if measuring.dry else kernel_seconds(lambda: run(shards))
     measuring.sink.row(case, "its kernels' sum", "µs", [seconds * 1e6], bytes=moved, detail={"kernels": kernels})
+
+
+def direct_push(measuring: Measuring, side: int, case: str) -> None:
+    """The work of rank 0 of 8 for an all-gather, whose peers' memory is on this GPU and whose own signals come back to
+    it: directly into outputs, and through windows."""
+    device, ranks = measuring.device, tuple(range(NODE_RANKS))
+    transport = LoneTransport(0, NODE_RANKS, TIMEOUT, SeparateMemory(device), Alone())
+    transport._watchdog = None  # GPUs have none
+    program = plan((NODE_RANKS,), (side, side), "bfloat16", "S0", "R")
+    shape = program.source_shape(0)
+    x = random_buffer(math.prod(shape), torch.bfloat16, device).view(shape)
+
+    def bound() -> BoundProgram:
+        return BoundProgram(program, 0, contiguous_strides(shape), transport, torch.bfloat16, device)
+
+    windows = bound()
+    transport.pool_outputs(ranks, side * side * 2, 1)
+    (step,) = bound().steps
+    assert isinstance(step, DirectStep)
+    out, number = step.outputs.take(step.shape, torch.bfloat16, device)
+
+    def push() -> None:
+        turn = transport.turn(windows.fingerprint, out=out)._replace(buffer=number)
+        step.write([x], step._targets(out), turn=turn)
+
+    def pushed() -> bool:
+        written = [step.outputs.buffer(number, rank, torch.bfloat16)[: x.numel()] for rank in ranks]
+        return transport.check() is None and all(buffer.equal(x.view(-1)) for buffer in written)
+
+    results: list[torch.Tensor] = []
+
+    def exchange() -> None:
+        run = windows.run(x, windows.fingerprint)
+        try:
+            next(run)
+        except StopIteration as end:
+            results[:] = [end.value]
+        else:
+            raise AssertionError("a request to the host")
+
+    moved = (NODE_RANKS + 1) * 2 * x.numel()
+    sides: dict[str, Callable[[], Made]] = {
+        "ours": lambda: (push, pushed),
+        "through windows": lambda: (exchange, lambda: bool(results[0][: len(x)].equal(x))),
+    }
+    measuring.time(case, sides, moved, 1)

@@ -25,10 +25,10 @@ import torch
 
 from shardweave.bench.baselines.token_kernels import combining, permuting, routing_and_permuting
 from shardweave.bench.gpu.environment import clocks, gpu_machine
-from shardweave.bench.gpu.kernel_cases import Case, cases
+from shardweave.bench.gpu.kernel_cases import Case, Made, cases
 from shardweave.bench.gpu.measuring import COPY, Measuring
-from shardweave.bench.gpu.program_cases import pack_and_unpack, whole_program
-from shardweave.bench.gpu.token_cases import DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
+from shardweave.bench.gpu.program_cases import direct_push, pack_and_unpack, whole_program
+from shardweave.bench.gpu.token_cases import BESIDE_SMS, DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, Shape, VirtualRank
 from shardweave.bench.harness.machine import now
 from shardweave.bench.harness.measure import Sink, why_absent
 from shardweave.bench.harness.result_file import Missing, Results, Row
@@ -128,6 +128,11 @@ def targets(measuring: Measuring) -> Iterator[Target]:
         f"whole S0 S1 → S1 S0, 4×4 virtual ranks, {side}² bf16, graph ÷ its kernels' sum", "×", 1.15, False,
         partial(whole_program, measuring, side),
     )  # fmt: skip
+    gathered = 64 if dry else 8192
+    yield Target(
+        f"direct push of an all-gather, {gathered}² bf16, rank 0 of 8 virtual ranks: through windows ÷ ours", "×", 1.5,
+        True, partial(direct_push, measuring, gathered),
+    )  # fmt: skip
     kinds = cache(partial(host_work, dry))  # one run for both
     for transport, left_out in (
         ("windows", "through windows, launches"),
@@ -152,6 +157,11 @@ def targets(measuring: Measuring) -> Iterator[Target]:
         f"decode: route + push + combine, {few}", "µs", 60.0, False,
         lambda case: measuring.latency(case, VirtualRank(few, device).both, sets),
     )  # fmt: skip
+    batched = replace(few, batched=True)
+    yield Target(
+        f"decode: route + push + combine, {batched}", "µs", 60.0, False,
+        lambda case: measuring.latency(case, VirtualRank(batched, device).both, sets),
+    )  # fmt: skip
     yield Target(
         f"decode in fp8: quantize + route + push + combine, {few}", "µs", 60.0, False,
         lambda case: measuring.latency(case, VirtualRank(few, device).both_quantized, sets),
@@ -159,6 +169,15 @@ def targets(measuring: Measuring) -> Iterator[Target]:
     yield Target(
         f"quantize_rows, {large}", "µs", 40.0, False,
         lambda case: measuring.latency(case, rank.quantized, measuring.sets(large.quantized, 2 * large.quantized)),
+    )  # fmt: skip
+    for name, make, moved in (
+        ("push_rows of fp8_128 rows", rank.push_quantized, large.moved_quantized),
+        ("combine_rows of mxfp8 rows", rank.combine_quantized, large.returned_quantized),
+    ):
+        yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(quantized_rows, measuring, make, moved, large))
+    yield Target(
+        f"dispatch + combine on {BESIDE_SMS} SMs beside a matmul: one after the other on all SMs ÷ ours, {large}",
+        "×", 1.1, True, partial(two_phases, measuring, rank, 64 if dry else 8192),
     )  # fmt: skip
     for name, bound, make, rivals in (
         ("push_rows", 1.0, push, permuting),
@@ -175,6 +194,19 @@ def boxes(measuring: Measuring, box: Case, _: str) -> None:
     measuring.boxes(box, beside_reference=False)
 
 
+def quantized_rows(measuring: Measuring, make: Callable[[], Made], moved: int, shape: Shape, case: str) -> None:
+    measuring.time(case, {"ours": make}, moved, measuring.sets(moved, shape.buffers + 3 * moved), copied=moved)
+
+
+def two_phases(measuring: Measuring, rank: VirtualRank, side: int, case: str) -> None:
+    """What `dispatch_start` and `combine_start` are for: rows move while the device computes something else."""
+    sides = {
+        "ours": partial(rank.beside_matmul, side, BESIDE_SMS),
+        "one after the other": partial(rank.beside_matmul, side, None),
+    }
+    measuring.time(case, sides, None, 1)
+
+
 def host(measuring: Measuring, kinds: Callable[[], list[dict[str, Any]]], transport: str, case: str) -> None:
     """The slowest kind; all of them in the row of windows."""
     slowest = max(kind[transport] for kind in kinds())
@@ -185,7 +217,7 @@ def host(measuring: Measuring, kinds: Callable[[], list[dict[str, Any]]], transp
 def host_work(dry: bool) -> list[dict[str, Any]]:
     """Host time of cached calls, from a process of its own: it replaces transports by some without peers."""
     command = [sys.executable, "-m", "shardweave.bench.gpu.host_work", *["--rounds", "1", "--calls", "2"] * dry]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240 if dry else 60)
     if ran.returncode:
         raise RuntimeError((ran.stderr.splitlines() or ["no error text"])[-1])
     found: list[dict[str, Any]] = json.loads(ran.stdout.splitlines()[-1])
@@ -255,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write()  # a run that is killed keeps what it has measured
     about["clocks_after"] = clocks(device)
     write()
-    return int(any(target.wrong for target in done))
+    return int(any(target.wrong or (arguments.dry and "ours" in target.missing) for target in done))
 
 
 if __name__ == "__main__":

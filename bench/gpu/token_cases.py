@@ -19,6 +19,7 @@ from shardweave.kernels import (
     Buffers,
     CountShare,
     Groups,
+    QuantizedRows,
     TokenRows,
     combine_rows,
     copy_columns,
@@ -29,6 +30,7 @@ from shardweave.kernels import (
 )
 from shardweave.kernels.tokens.group_rows import PhysicalExperts
 from shardweave.kernels.tokens.quantize_rows import quantize_rows_cpu
+from shardweave.kernels.tokens.rows import RowLaunch
 from shardweave.runtime.moe.packed_rows import PackedRows, packed_rows
 
 FEW_SETS = 4  # of inputs; a router has just written them, so they may be in the cache
@@ -36,16 +38,22 @@ FEW_SETS = 4  # of inputs; a router has just written them, so they may be in the
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a dispatch in which every rank has as many tokens."""
+    """Sizes of a dispatch in which every rank has as many tokens.
+
+    Attributes:
+        batched: all experts have as many rows as the fullest one.
+    """
 
     tokens: int
     hidden: int
     top_k: int
     experts: int
     ranks: int
+    batched: bool = False
 
     def __str__(self) -> str:
-        return f"T {self.tokens}, H {self.hidden}, K {self.top_k}, E {self.experts}, bf16, {self.ranks} virtual ranks"
+        sizes = f"T {self.tokens}, H {self.hidden}, K {self.top_k}, E {self.experts}, bf16, {self.ranks} virtual ranks"
+        return sizes + ", batched" * self.batched
 
     @property
     def moved(self) -> int:
@@ -58,6 +66,16 @@ class Shape:
         return self.tokens * self.hidden * 3
 
     @property
+    def moved_quantized(self) -> int:
+        """As `moved`, of rows quantized to `QUANTIZE`."""
+        return (1 + self.top_k) * self.tokens * _packed(self).nbytes
+
+    @property
+    def returned_quantized(self) -> int:
+        """Bytes that a combine reads of rows quantized to `EXACT`, and writes in bfloat16."""
+        return self.tokens * (self.top_k * _packed(self, EXACT).nbytes + 2 * self.hidden)
+
+    @property
     def buffers(self) -> int:
         """About the bytes of the buffers of all ranks; a call touches those of one."""
         return self.ranks * self.moved
@@ -65,6 +83,8 @@ class Shape:
 
 LARGE, FEW = Shape(4096, 7168, 8, 256, 8), Shape(128, 7168, 8, 256, 8)  # training and decoding of DeepSeek-V3
 QUANTIZE = "fp8_128"
+EXACT = "mxfp8"  # small whole numbers stay what they are, and so do their sums
+BESIDE_SMS = 32  # that dispatch and combine take beside a matmul
 DRY_LARGE, DRY_FEW = Shape(8, 64, 2, 8, 4), Shape(3, 64, 2, 8, 4)
 
 
@@ -92,7 +112,11 @@ class VirtualRank:
         self.matrices = Buffers([torch.stack(counts) for _ in ids])
         for matrix in self.matrices.tensors:
             matrix[self.me].fill_(-1)
-        self.rows = int(torch.stack(counts)[:, :-1].sum(0).view(shape.ranks, each).sum(1).amax())
+        of_experts = torch.stack(counts)[:, :-1].sum(0)
+        self.expert_rows = int(of_experts.amax()) if shape.batched else None
+        self.rows = int(of_experts.view(shape.ranks, each).sum(1).amax())
+        if self.expert_rows is not None:
+            self.rows = each * self.expert_rows
         self.groups, self.located = self.route()
         destination, k = self.located.key.long() // shape.top_k, self.located.key.long() % shape.top_k
         self.at = torch.empty_like(k).scatter_(1, k, destination * self.rows + self.located.row)
@@ -101,7 +125,10 @@ class VirtualRank:
         """All kernels before rows are pushed."""
         counted = count_pairs(self.ids, self.shape.experts, share=CountShare(self.matrices, self.me))
         matrix = self.matrices.tensors[self.me]
-        groups, located, _ = route_rows(counted, matrix, self.physical_experts, self.me, self.rows)
+        groups, located, _ = route_rows(
+            counted, matrix, self.physical_experts, self.me, self.rows,
+            expert_capacity=self.expert_rows, batched=self.shape.batched,
+        )  # fmt: skip
         return groups, located
 
     def tokens(self) -> torch.Tensor:
@@ -134,20 +161,66 @@ class VirtualRank:
             total.addcmul_(whole[self.at[:, k]].double(), self.weights[:, k, None].double())
         return total.to(torch.bfloat16)
 
-    def push(self, routing: bool) -> Made:
+    def push(self, routing: bool, launch: RowLaunch | None = None) -> Made:
         x, (whole, buffers), (numbers, weight_buffers) = self.tokens(), self.buffers(poisoned), self.numbers()
 
         def call() -> None:
             groups, located = self.route() if routing else (self.groups, self.located)
-            push_rows(x, located, buffers, groups, self.me, self.weights, weight_buffers, most_padding=0)
+            push_rows(x, located, buffers, groups, self.me, self.weights, weight_buffers, 0, launch)
 
         return call, lambda: self.pushed(whole, numbers, x)
 
-    def combine(self) -> Made:
-        whole, buffers = self.buffers(random_buffer)
+    def push_quantized(self) -> Made:
+        """push_rows of rows that are quantized already."""
+        rows, x = _packed(self.shape), self.tokens()
+        packed = self._quantized(x)
+        whole = poisoned(self.shape.ranks * self.rows * rows.words, torch.int32, self.device).view(-1, rows.words)
+        buffers, at = Buffers(whole.split(self.rows)), self.at
+        call = partial(push_rows, packed, self.located, buffers, self.groups, self.me, most_padding=0)
+        return call, lambda: all(bool(whole[at[:, k]].equal(packed)) for k in range(self.shape.top_k))
+
+    def beside_matmul(self, side: int, num_sms: int | None) -> Made:
+        """A dispatch and the combine of other values; with `num_sms` on so many SMs beside a matmul, else before it."""
+        launch = RowLaunch.for_rows(self.shape.hidden, 2, num_sms)
+        (push, pushed), (combine, combined) = self.push(True, launch), self.combine(launch)
+        a, b = (random_buffer(side * side, torch.bfloat16, self.device).view(side, side) for _ in range(2))
+        c, other = torch.empty_like(a), torch.cuda.Stream(self.device) if num_sms and a.is_cuda else None
+
+        def call() -> None:
+            if other is None:
+                push()
+                combine()
+                torch.matmul(a, b, out=c)
+                return
+            here = torch.cuda.current_stream(self.device)
+            other.wait_stream(here)
+            with torch.cuda.stream(other):
+                push()
+                combine()
+            torch.matmul(a, b, out=c)
+            here.wait_stream(other)
+
+        return call, lambda: pushed() and combined() and torch.allclose(c, a @ b)
+
+    def combine(self, launch: RowLaunch | None = None) -> Made:
+        (whole, buffers), out = self.buffers(random_buffer), self.output()
+        call = partial(combine_rows, self.located, buffers, out, self.weights, launch=launch)
+        return call, lambda: out.equal(self.combined(whole))
+
+    def combine_quantized(self) -> Made:
+        """combine_rows of rows that the experts' ranks have quantized."""
+        rows, whole = _packed(self.shape, EXACT), self.buffers(random_buffer)[0]
+        packed = poisoned(len(whole) * rows.words, torch.int32, self.device).view(len(whole), rows.words)
+        quantize_rows(whole, packed, rows.begins[1], QUANTIZATIONS[EXACT])
+        buffers, out = Buffers(packed.split(self.rows)), self.output()
+        how = QuantizedRows(QUANTIZATIONS[EXACT], rows.begins[1])
+        call = partial(combine_rows, self.located, buffers, out, self.weights, quantized=how)
+        return call, lambda: out.equal(self.combined(whole))
+
+    def output(self) -> torch.Tensor:
+        """Poisoned bfloat16 [T, H]."""
         out = poisoned(self.shape.tokens * self.shape.hidden, torch.bfloat16, self.device)
-        out = out.view(self.shape.tokens, self.shape.hidden)
-        return partial(combine_rows, self.located, buffers, out, self.weights), lambda: out.equal(self.combined(whole))
+        return out.view(self.shape.tokens, self.shape.hidden)
 
     def routed(self) -> Made:
         """count_pairs alone, of ids that are a copy of their own."""
@@ -220,8 +293,8 @@ class VirtualRank:
         return call, lambda: pushed() and combined()
 
 
-def _packed(shape: Shape) -> PackedRows:
-    rows = packed_rows("quantize", QUANTIZE, shape.hidden)
+def _packed(shape: Shape, quantize: str = QUANTIZE) -> PackedRows:
+    rows = packed_rows("quantize", quantize, shape.hidden)
     assert rows is not None
     return rows
 

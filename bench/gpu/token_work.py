@@ -53,13 +53,11 @@ CASES = (TokenCase(256), TokenCase(16))
 class SeparateMemory:
     """Memory of all ranks, in this process."""
 
-    device = _CPU
-
-    def __init__(self) -> None:
-        self.windows: list[torch.Tensor] = []
+    def __init__(self, device: torch.device = _CPU) -> None:
+        self.device, self.windows = device, list[torch.Tensor]()
 
     def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
-        return torch.zeros(nbytes, dtype=torch.uint8), ""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device), ""
 
     def join(self, own: torch.Tensor, handles: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
         memory = {rank: torch.zeros_like(own) if rank else own for rank in handles}
@@ -70,8 +68,8 @@ class SeparateMemory:
 class LoneTransport(MirrorTransport):
     """Rank 0, to which its own signals come back."""
 
-    def window(self, *arguments: Any, **named: Any) -> Window:
-        window = super().window(*arguments, **named)
+    def _new_window(self, *arguments: Any) -> Window:
+        window = super()._new_window(*arguments)
         for channel in (window.arrived, window.released):
             row = SLOT * channel.pad.itemsize
             channel.table[2] = channel.pad.data_ptr() + row * torch.arange(channel.peers)

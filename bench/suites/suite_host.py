@@ -98,7 +98,7 @@ def alone_among(transports: Mapping[str | None, Any]) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     found = mock.Mock(
         choose=lambda ranks, device, requested: (transports[requested], "the only one"),
-        find_topology=lambda ranks, device: None,
+        machines=mock.Mock(find_topology=lambda ranks, device: None),
         rendezvous=Alone(),
     )
     call_module.current_transports = lambda: found

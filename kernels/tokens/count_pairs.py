@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ...errors import ArgumentError
-from ..launch import Constants, Launches, runs_on
+from ..launch import Constants, Launches, registers_of_sm, runs_on
 from .rows import Buffers, cdiv, power_of_two
 from .window_signals import WindowBarrier, acquire_window, barrier_of_ranks, count_acquired, signal_constants
 
@@ -371,7 +371,8 @@ def _share_constants(length: int, has_word: bool) -> Constants:
 def _few_constants(ids: torch.dtype, padded: int, pairs: int, has_table: bool, peers: int) -> Constants:
     warps = few_warps(pairs, padded)
     constants = {"EXPERTS": padded, "PAIRS": pairs, "HAS_TABLE": has_table, "RANKS": shared_rows(padded, warps)}
-    return Constants(count_few_pairs_kernel, constants | signal_constants(peers, warps), num_warps=warps)
+    constants |= signal_constants(peers, warps)
+    return Constants(count_few_pairs_kernel, constants, num_warps=warps, **registers_of_sm(warps))
 
 
 def place_warps(peers: int) -> int:

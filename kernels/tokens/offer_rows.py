@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from ..fused_signals import is_last_program
-from ..launch import Constants, Launches, runs_on
+from ..launch import Constants, Launches, registers_of_sm, runs_on
 from .copy_rows import BLOCK, check_buffer, copy_rows_cpu
-from .rows import Buffers, cdiv, programs_of, row_alignment, row_constants
+from .rows import PROGRAMS_OF_SM, Buffers, cdiv, programs_of, row_alignment, row_constants
 from .window_signals import (
     WindowBarrier,
     acquire_window,
@@ -145,4 +145,6 @@ _launches = Launches(offer_rows_kernel)
 @cache
 def _constants(dtype: torch.dtype, length: int, align: int, copied: bool, wider: int, peers: int) -> Constants:
     constants = row_constants(dtype, length, align) | {"COLS": BLOCK * wider // dtype.itemsize, "COPY": copied}
-    return Constants(offer_rows_kernel, constants | signal_constants(peers, 4 * wider), num_warps=4 * wider)
+    constants |= signal_constants(peers, 4 * wider)
+    registers = registers_of_sm(4 * wider, PROGRAMS_OF_SM if wider == 1 else 1)
+    return Constants(offer_rows_kernel, constants, num_warps=4 * wider, **registers)

@@ -11,9 +11,9 @@ import triton.language as tl
 from ...errors import ArgumentError
 from ..dtypes import poison_word
 from ..fused_signals import is_last_program, overwrite
-from ..launch import Constants, Launches, runs_on
+from ..launch import Constants, Launches, registers_of_sm, runs_on
 from .copy_rows import BLOCK, bits_of, check_buffer, copy_rows_cpu, fill_rows_cpu
-from .rows import cdiv, programs_of, row_alignment, row_constants
+from .rows import PROGRAMS_OF_SM, cdiv, programs_of, row_alignment, row_constants
 from .window_signals import WindowSignals, finished_of, rank_has_failed, release_window, signal_constants
 
 NUMBERS = tl.constexpr(1024)  # numbers at a time
@@ -151,4 +151,4 @@ def _constants(
     constants = row_constants(dtype, length, align) | {"COLS": BLOCK // dtype.itemsize, "COPY": copied}
     constants |= {"FILL": filled, "HAS_NUMBERS": has_numbers, **signal_constants(peers, 4)}
     constants |= {"POISON": poison_word(dtype)[0], "NUMBER_POISON": poison_word(torch.float32)[0]}
-    return Constants(receive_rows_kernel, constants, num_warps=4)
+    return Constants(receive_rows_kernel, constants, num_warps=4, **registers_of_sm(4, PROGRAMS_OF_SM))

@@ -21,6 +21,7 @@ from .pairs_cpu import Pairs
 VECTOR = 16  # bytes of the widest access
 # Elements that a CPU path works on at a time: 1 MiB of float32 stays in the cache.
 CHUNK = 1 << 18
+PROGRAMS_OF_SM = 8  # of kernels that loop over rows
 PAYLOADS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -193,8 +194,8 @@ def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype:
 
 
 def programs_of(device: torch.device, most: int) -> int:
-    """Programs of a kernel that loops over rows: eight per multiprocessor, at most `most`."""
-    count = 8 * processors_of(device) if device.type == "cuda" else 4
+    """Programs of a kernel that loops over rows: `PROGRAMS_OF_SM` per multiprocessor, at most `most`."""
+    count = PROGRAMS_OF_SM * processors_of(device) if device.type == "cuda" else 4
     return max(1, min(most, count))
 
 

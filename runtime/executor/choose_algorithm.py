@@ -13,7 +13,7 @@ from ...errors import ArgumentError, shown
 from ...planner import ITEMSIZE, Exchange, Mesh, NodeLayout, Partial, Program, Replicate, Shard, Step, format_bytes
 from ..transports.backend_limits import BACKENDS, Rates, WindowPolicy, assumed_node
 from ..transports.base import Capabilities, TwoSidedCapabilities
-from .window_layout import why_not_direct, window_bytes
+from .window_layout import why_not_direct, why_not_pulled, window_bytes
 
 Reduction = Literal["ordered", "fast"]
 REDUCTIONS: tuple[Reduction, ...] = ("ordered", "fast")
@@ -118,8 +118,9 @@ def _through_windows(program: Program, step: Step, members: Sequence[int], polic
 
     A push writes a window's bytes to peers and copies them out of the own window. A pull copies the input into the own
     window and reads from peers what a push would write. If both take the same time it is push, because the device does
-    not wait for stores. Without a reduction, ranks write directly into outputs in pooled buffers, where there are some:
-    nothing is copied out of a window then.
+    not wait for stores. It is push as well where loads from peers would be narrower than 16 bytes, and stores are not.
+    Without a reduction, ranks write directly into outputs in pooled buffers, where there are some: nothing is copied
+    out of a window then.
     """
     why_not = ""
     pooled = policy.outputs.get(tuple(sorted(map(program.mesh.rank_at, members))))
@@ -143,6 +144,8 @@ def _through_windows(program: Program, step: Step, members: Sequence[int], polic
     }
     algorithm, other = ("pull", "push") if seconds["pull"] < seconds["push"] else ("push", "pull")
     why = f"windows of {format_bytes(bytes_of[algorithm])}, {format_bytes(bytes_of[other])} for {other}"
+    if algorithm == "pull" and (narrow := why_not_pulled(program, step, members)):
+        return Algorithm(other, f"windows of {format_bytes(bytes_of[other])}, not pulled from shards {narrow}{why_not}")
     if measured:
         why += f"; {1e6 * seconds[algorithm]:.3g} µs, {1e6 * seconds[other]:.3g} for {other}, by measured rates"
     return Algorithm(algorithm, why + why_not)

@@ -11,6 +11,8 @@ import numpy as np
 from ...planner import ITEMSIZE, Layout, Mesh, Program, Step, format_bytes, spans_at
 from ..transports.symmetric_memory.window import PIECE_ALIGNMENT
 
+_Spans = tuple[np.ndarray, np.ndarray]
+
 
 class PushedPieces(NamedTuple):
     """The places of what ranks push to each other: contiguous pieces, one of each sender, at multiples of 16 bytes.
@@ -38,8 +40,7 @@ def pushed_pieces(program: Program, step: Step, members: Sequence[int]) -> Pushe
     """
     if not _is_plain(step):
         return None
-    held = _spans(program, step.source, step.source_mesh, members)
-    wanted = _spans(program, step.target, step.target_mesh, members)
+    held, wanted = _held_and_wanted(program, step, members)
     # [tensor dims, receiver, sender]
     common = np.minimum(held[1][:, None, :], wanted[1][:, :, None])
     common -= np.maximum(held[0][:, None, :], wanted[0][:, :, None])
@@ -66,32 +67,60 @@ def why_not_direct(program: Program, step: Step, members: Sequence[int], nbytes:
         return f"which are {format_bytes(largest)} and the pooled buffers {format_bytes(nbytes)}"
     if not _is_plain(step):
         return "whose shards are strided or cut by nodes"
-    held = _spans(program, step.source, step.source_mesh, members)
-    wanted = _spans(program, step.target, step.target_mesh, members)
-    shapes = ((wanted[1] - wanted[0]).T.tolist(), (held[1] - held[0]).T.tolist())
-    for r, s in ((r, s) for r in range(len(members)) for s in range(len(members)) if r != s):
-        start = np.maximum(held[0][:, s], wanted[0][:, r])
-        extent = np.minimum(held[1][:, s], wanted[1][:, r]) - start
-        at = (start - wanted[0][:, r]).tolist()
-        if (extent > 0).all() and not _is_wide(at, extent.tolist(), shapes[0][r], shapes[1][s], size):
-            return "in which runs do not begin and end at multiples of 16 bytes"
+    held, wanted = _held_and_wanted(program, step, members)
+    if not _are_wide(held, wanted, wanted[0][:, :, None], (wanted[1] - wanted[0])[:, :, None], size):
+        return "in which runs do not begin and end at multiples of 16 bytes"
     return ""
 
 
-def _is_wide(
-    start: Sequence[int], extent: Sequence[int], target: Sequence[int], source: Sequence[int], size: int
-) -> bool:
-    """Whether all runs of a box that are contiguous in the target and in the source, tensors of these shapes, begin and
-    end at multiples of 16 bytes in the target, where the box is at `start`."""
-    stride = size  # bytes
+def why_not_pulled(program: Program, step: Step, members: Sequence[int]) -> str:
+    """Why these positions do not read from each other's memory if they may as well push, equal on all ranks; "" if they
+    do.
+
+    Accesses to peers are to be 16 bytes wide. What is pulled lies in a copy of the peer's shard, whose runs begin and
+    end where its shape has them; what is pushed lies in pieces that are padded (`pushed_pieces`).
+    """
+    if not _is_plain(step) or pushed_pieces(program, step, members) is None:
+        return ""
+    held, wanted = _held_and_wanted(program, step, members)
+    if _are_wide(held, wanted, held[0][:, None, :], (held[1] - held[0])[:, None, :], ITEMSIZE[program.dtype]):
+        return ""
+    return "of which runs do not begin and end at multiples of 16 bytes"
+
+
+def _held_and_wanted(program: Program, step: Step, members: Sequence[int]) -> tuple[_Spans, _Spans]:
+    """Of a step whose shards are boxes, those before it and after it."""
+    held = _spans(program, step.source, step.source_mesh, members)
+    return held, _spans(program, step.target, step.target_mesh, members)
+
+
+def _are_wide(held: _Spans, wanted: _Spans, first: np.ndarray, shape: np.ndarray, size: int) -> bool:
+    """Whether all that goes from one rank to another is made of runs that begin and end at multiples of 16 bytes in one
+    of the two tensors: in it and in the other one they are contiguous.
+
+    Args:
+        first, shape: [tensor dims, receivers, senders], of the shards that the tensor consists of; of one of the ranks
+            alone: with one entry for all of the others.
+        size: of an element, in bytes.
+    """
+    start = np.maximum(held[0][:, None, :], wanted[0][:, :, None])
+    extent = np.minimum(held[1][:, None, :], wanted[1][:, :, None]) - start
+    lengths = (wanted[1] - wanted[0])[:, :, None], (held[1] - held[0])[:, None, :]
+    at = start - first
+    moved = (extent > 0).all(axis=0)
+    np.fill_diagonal(moved, False)
+    stride = np.full(moved.shape, size)  # bytes
+    inside = moved.copy()  # boxes whose runs go on along the next dim
+    wide = ~moved
     for d in reversed(range(len(extent))):
-        if not extent[d] == target[d] == source[d]:
-            # Runs end along this dim; along the ones before it they repeat.
-            repeats = any(n > 1 for n in extent[:d]) or any(start[:d])
-            terms = start[d] * stride, extent[d] * stride, target[d] * stride if repeats else 0
-            return all(term % PIECE_ALIGNMENT == 0 for term in terms)
-        stride *= target[d]
-    return stride % PIECE_ALIGNMENT == 0
+        whole = (extent[d] == lengths[0][d]) & (extent[d] == lengths[1][d])
+        # Runs end along this dim; along the ones before it they repeat.
+        repeats = ((extent[:d] > 1) | (at[:d] > 0)).any(axis=0)
+        bits = at[d] * stride | extent[d] * stride | np.where(repeats, shape[d] * stride, 0)
+        wide |= inside & ~whole & (bits % PIECE_ALIGNMENT == 0)
+        inside &= whole
+        stride = stride * shape[d]
+    return bool((wide | inside & (stride % PIECE_ALIGNMENT == 0)).all())
 
 
 def _is_plain(step: Step) -> bool:
@@ -99,7 +128,7 @@ def _is_plain(step: Step) -> bool:
     return all(type(layout) is Layout and not layout.strided_dims for layout in (step.source, step.target))
 
 
-def _spans(program: Program, layout: Layout, mesh: Mesh, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _spans(program: Program, layout: Layout, mesh: Mesh, members: Sequence[int]) -> _Spans:
     """Start and stop [tensor dims, members] of the shards of positions; empty for those that are not in the mesh."""
     at = [program.coordinate_in(mesh, position) for position in members]
     coordinates = np.array([(0,) * mesh.ndim if c is None else c for c in at], np.int64).reshape(len(at), mesh.ndim)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,9 @@ def test_every_case_counts_the_bytes_that_it_moves() -> None:
         # Nothing of a set of buffers is left in the cache when its turn comes again.
         assert rotation(case.moved, 50 << 20) * case.moved >= 4 * (50 << 20)
     assert LARGE.moved == 9 * 4096 * 7168 * 2
+    # Of a packed row: elements, and 56 scales of 4 bytes or 224 of 1 byte.
+    assert LARGE.moved_quantized == 9 * 4096 * (7168 + 224)
+    assert LARGE.returned_quantized == 4096 * (8 * (7168 + 224) + 2 * 7168)
 
 
 def test_calls_are_timed_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +210,10 @@ MADE: dict[str, Callable[[VirtualRank], Made]] = {
     "route + push": lambda rank: rank.push(routing=True),
     "combine": lambda rank: rank.combine(),
     "both": lambda rank: rank.both(),
+    "push of quantized rows": lambda rank: rank.push_quantized(),
+    "combine of quantized rows": lambda rank: rank.combine_quantized(),
+    "beside a matmul": lambda rank: rank.beside_matmul(8, 2),
+    "batched": lambda rank: VirtualRank(replace(SMALL, batched=True), CPU).both(),
 }
 
 

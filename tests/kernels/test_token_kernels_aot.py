@@ -14,8 +14,9 @@ from test_aot import TARGETS, accesses, assert_no_spill, each_target
 from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
-from shardweave.bench.codegen.launches import KERNELS, Layer, Specialisation, dispatches, specialisations
+from shardweave.bench.codegen.launches import KERNELS, OPTIONS, Layer, Specialisation, dispatches, specialisations
 from shardweave.kernels.dtypes import ELEMENTS, poison_word
+from shardweave.kernels.launch import registers_of_sm
 from shardweave.kernels.tokens.combine_rows import combine_rows_kernel, gather_values_kernel
 from shardweave.kernels.tokens.copy_columns import _constants as of_columns
 from shardweave.kernels.tokens.copy_columns import copy_columns_kernel
@@ -38,7 +39,7 @@ from shardweave.kernels.tokens.push_rows import push_rows_kernel
 from shardweave.kernels.tokens.quantize_rows import QUANTIZATIONS, _constants, quantize_rows_kernel
 from shardweave.kernels.tokens.receive_rows import receive_rows_kernel
 from shardweave.kernels.tokens.route_rows import route_rows_kernel
-from shardweave.kernels.tokens.rows import RowLaunch, row_alignment, row_constants
+from shardweave.kernels.tokens.rows import PROGRAMS_OF_SM, RowLaunch, row_alignment, row_constants
 from shardweave.kernels.tokens.weigh_rows import weigh_rows_kernel
 from shardweave.kernels.window_use import use_constants
 from shardweave.runtime.moe.packed_rows import packed_rows
@@ -56,7 +57,6 @@ POINTERS = {
     ),
     "*fp32": "weights weight_gradient numbers_in numbers_out",
 }
-OPTIONS = ("num_warps", "enable_fp_fusion")
 POINTER_OF = {name: kind for kind, names in POINTERS.items() for name in names.split()}
 
 
@@ -93,6 +93,7 @@ def test_count_pairs_does_not_spill(target, physical_experts, looked_up):
         few |= {
             "RANKS": shared_rows(padded, few_warps(pairs, padded)),
             **signalling(target, few_warps(pairs, padded), peers),
+            **registers_of_sm(few_warps(pairs, padded)),
         }
         assert_no_spill(compile_kernel(count_few_pairs_kernel, target, few, **ids), target)
     place = {"EXPERTS": padded, "BLOCKS": 128, "ROWS": count_rows(padded), "num_warps": place_warps(peers)}
@@ -230,6 +231,7 @@ def test_receive_rows_and_offer_rows_in_windows(target, dtype):
     constants = {**row_constants(dtype, 7168), "COLS": 4096 // dtype.itemsize, "num_warps": 4}
     receive = constants | {"COPY": True, "FILL": True, "HAS_NUMBERS": True, "POISON": poison_word(dtype)[0]}
     receive |= {"NUMBER_POISON": poison_word(torch.float32)[0], **signalling(target, 4)}
+    receive |= registers_of_sm(4, PROGRAMS_OF_SM)
     compiled = compile_kernel(receive_rows_kernel, target, receive)
     assert_no_spill(compiled, target)
     pieces = 4096 // (16 * TARGETS[target].warp_size * 4)
@@ -237,6 +239,7 @@ def test_receive_rows_and_offer_rows_in_windows(target, dtype):
     assert loads >= pieces and stores >= 2 * pieces
     for wider in (1, 4):
         offer = constants | {"COLS": wider * 4096 // dtype.itemsize, "COPY": wider > 1, "num_warps": 4 * wider}
+        offer |= registers_of_sm(4 * wider, PROGRAMS_OF_SM if wider == 1 else 1)
         compiled = compile_kernel(offer_rows_kernel, target, offer | signalling(target, 4 * wider))
         assert_no_spill(compiled, target)
         loads, stores = wide(compiled, target)

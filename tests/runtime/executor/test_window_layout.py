@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardweave
-from shardweave.planner import ITEMSIZE, Exchange
-from shardweave.runtime.executor.window_layout import pushed_pieces, window_bytes
+from shardweave.planner import FILL, ITEMSIZE, Exchange
+from shardweave.runtime.executor.choose_algorithm import AssumedTransport, choose_algorithm
+from shardweave.runtime.executor.window_layout import pushed_pieces, why_not_direct, why_not_pulled, window_bytes
+from shardweave.runtime.transports.backend_limits import WindowPolicy
 
 pytestmark = pytest.mark.plan
 CASES: tuple[tuple[tuple[int, ...], tuple[int, ...], str, str, str, bool], ...] = (
@@ -72,3 +76,57 @@ def test_windows_larger_than_outputs_are_not_packed() -> None:
         pieces = pushed_pieces(program, step, members)
         most = max(prod(program.shape_after(step, p)) for p in members) * 4
         assert (pieces.nbytes if pieces else most) <= most + 16 * len(members)
+
+
+PLACED = ("R R", "S0 R", "R S1", "S0 S1", "S1 S0", "S0 S0", "S0 S0 @ 0:1,0", "P S0", "P P")
+WIDTHS = (
+    ((16, 16), "float32"), ((8, 12), "float32"), ((8, 6), "bfloat16"), ((12, 64), "bfloat16"), ((7, 16), "int8"),
+    ((9, 32), "uint8"), ((6, 4, 8), "float64"), ((3, 5), "complex128"), ((4, 0), "float32"),
+)  # fmt: skip
+
+
+def are_wide(program: Any, step: Any, members: Any, of_receivers: bool) -> bool:
+    """Brute force over elements: whether all runs that are contiguous in both shards begin and end at multiples of 16
+    bytes in those of receivers, or of senders."""
+    size = ITEMSIZE[program.dtype]
+    for row in step.boxes.rows():
+        for sender in row.senders if row.receiver in members else ():
+            if sender in (row.receiver, FILL):
+                continue
+            places = []  # [elements], of each side
+            for box, shape in (
+                (row.source_start, program.shape_before(step, sender)),
+                (row.target_start, program.shape_after(step, row.receiver)),
+            ):
+                flat = np.arange(prod(shape)).reshape(shape)
+                part = flat[tuple(slice(b, b + n) for b, n in zip(box, row.extent, strict=True))]
+                places.append(part.reshape(-1))
+            ends = np.flatnonzero((np.diff(places[0]) != 1) | (np.diff(places[1]) != 1)) + 1
+            side = places[1 if of_receivers else 0]
+            for run in np.split(side, ends):
+                if len(run) and (int(run[0]) * size % 16 or (int(run[-1]) + 1) * size % 16):
+                    return False
+    return True
+
+
+def test_narrow_accesses_are_known() -> None:
+    """Direct pushes and pulls take place only where all accesses to peers are 16 bytes wide. Of equal holders one
+    sends; what the others would send counts as well."""
+    found = set()
+    for (shape, dtype), source, target in product(WIDTHS, PLACED, PLACED):
+        if source == target or "P" in target:
+            continue
+        program = shardweave.plan((2, 2), shape, dtype, source, target)
+        for step in (s for s in program.steps if isinstance(s, Exchange)):
+            members = program.members(step, 0)
+            narrow, packs = why_not_pulled(program, step, members), pushed_pieces(program, step, members) is not None
+            if packs and (not narrow or "R" not in source):
+                assert are_wide(program, step, members, of_receivers=False) is not bool(narrow), (source, target)
+            direct = why_not_direct(program, step, members, 1 << 30)
+            if not direct or "R" not in source:
+                assert are_wide(program, step, members, of_receivers=True) is not bool(direct), (source, target)
+            chosen = choose_algorithm(program, step, 0, AssumedTransport(program.mesh, True, windows=WindowPolicy()))
+            assert packs or not narrow
+            assert ("not pulled from shards of which runs" in chosen.why) <= (chosen.name == "push")
+            found.add((bool(narrow), chosen.name))
+    assert found == {(True, "push"), (False, "pull"), (False, "push")}

@@ -491,11 +491,14 @@ def test_window_sizes() -> None:
 
 def chosen(rank: int) -> str:
     mesh = init_device_mesh("cpu", (4,))
-    gathered = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
+    gathered = made(torch.arange(48.0).view(8, 6), mesh, [Shard(0)], {}, "cpu")
     text = shardweave.explain(gathered, [Replicate()], transport="symmetric_memory")
-    assert "by pull: windows of 40 B, 144 B for push" in text and "on transport symmetric_memory: requested" in text, (
+    assert "by pull: windows of 48 B, 144 B for push" in text and "on transport symmetric_memory: requested" in text, (
         text
     )
+    odd = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
+    text = shardweave.explain(odd, [Replicate()], transport="symmetric_memory")
+    assert "by push: windows of 144 B, not pulled from shards of which runs do not begin and end at mult" in text, text
     summed = DTensor.from_local(torch.ones(8, 5), mesh, [Partial()], run_check=False)
     text = shardweave.explain(summed, [Shard(0)], transport="symmetric_memory")
     assert "by push: windows of 144 B, 160 B for pull" in text, text
