@@ -22,7 +22,7 @@ from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
 from shardweave.runtime.moe.transfer import base, push, sendrecv
 from shardweave.runtime.moe.transfer.base import ROUTING
 from shardweave.runtime.moe.transfer.fixed import with_splits
-from shardweave.runtime.moe.transfer.window import WindowTransfer, window_nbytes
+from shardweave.runtime.moe.transfer.window import WindowTransfer
 
 
 def one(**given) -> DispatchConfig:
@@ -196,7 +196,7 @@ def test_memory_of_layers_with_windows(save: str, pooled: int) -> None:
     purposes = WindowTransfer.nbytes(config, None)
     once, each = WindowTransfer.layers_nbytes(config, None)
     rows, routing = config.rows * (64 * 4 + 4), purposes[ROUTING]
-    window = window_nbytes(config)
+    window = WindowTransfer.window_nbytes(config)
     window = max(window, 1 << 16)
     assert purposes["window, which the dispatchers of these ranks share"] == window
     if save == "redispatch":

@@ -26,7 +26,7 @@ import shardweave
 from shardweave import kernels
 from shardweave.kernels.signal import signal_kernel
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
-from shardweave.runtime.moe.transfer.window import window_nbytes
+from shardweave.runtime.moe.transfer.window import WindowTransfer
 from shardweave.runtime.statistics import stats
 from shardweave.runtime.transports.symmetric_memory.window import window_size
 
@@ -339,7 +339,8 @@ def explained(rank: int) -> str:
     layers = [TokenDispatcher(**SETTINGS, transport="symmetric_memory") for _ in range(3)]
     assert len({id(d.transfers[0]._window) for d in layers}) == 1, "layers share a window"
     larger = TokenDispatcher(**{**SETTINGS, "max_tokens": 900}, transport="symmetric_memory").transfers[0]._window
-    assert larger.nbytes == window_nbytes(replace(layers[0].config, max_tokens=900)), "no larger than needed"
+    needed = WindowTransfer.window_nbytes(replace(layers[0].config, max_tokens=900))
+    assert larger.nbytes == needed, "no larger than needed"
     text = layers[0].explain()
     dist.barrier()  # ranks that have ended cannot be mapped
     return text
@@ -351,7 +352,7 @@ def test_explain_states_window() -> None:
     # Counts of 7 words for 2 ranks, and 88 rows of 48 bytes and a weight, each from a multiple of 256 bytes on.
     rows = d.config.rows
     want = 256 + -(-rows * H * 2 // 256) * 256 + -(-rows * 4 // 256) * 256
-    assert window_nbytes(d.config) == want
+    assert WindowTransfer.window_nbytes(d.config) == want
     assert "symmetric_memory" in text and f"{window_size(want, exact=True):,}  window" in text, text
     assert f"{rows * H * 2:,}  buffers that peers write rows into, pooled_buffers=1" in text, text
 
