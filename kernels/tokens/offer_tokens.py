@@ -92,9 +92,9 @@ def offer_tokens_kernel(
             there = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
             tl.store(there + t * H + c, words, mask=c < H)
         elif TABLES:
-            table = block - tokens.to(tl.int64) * row_blocks
-            destination = (table % ranks).to(tl.int32)
-            u = table // ranks * TOKENS + tl.arange(0, TOKENS)
+            table = (block - tokens.to(tl.int64) * row_blocks).to(tl.int32)
+            destination = table % ranks
+            u = (table // ranks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
             k = tl.arange(0, KP)
             at = u[:, None] * K + k[None, :]
             inside = (u < most)[:, None] & (k < K)[None, :]
@@ -208,7 +208,7 @@ def offer_tables_cpu(
     weight = weights.gather(1, (rows.key % k).long())
     for rank, (of_rows, of_weights) in enumerate(zip(tables.row.tensors, tables.weight.tensors, strict=True)):
         here = (rows.row >= 0) & (destination == rank)
-        of_rows[me * most : (me + 1) * most] = -1
+        of_rows[me * most : (me + 1) * most], of_weights[me * most : (me + 1) * most] = -1, 0
         of_rows[own] = torch.where(here, rows.row, -1)
         of_weights[own] = torch.where(here, weight, 0)
     before = torch.nn.functional.pad(destination[:, :-1], (1, 0), value=-1)

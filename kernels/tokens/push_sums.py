@@ -71,8 +71,10 @@ def push_sums_kernel(
                 if HAS_WEIGHTS:
                     value = value * tl.load(weights + slot * K + i)
                 total = tl.where(row >= 0, total + value, total)
-            target = tl.multiple_of(tl.load(targets + slot // most).to(tl.pointer_type(WORD)), ALIGN)
-            tl.store(target + slot % most * H + c, encode(total, DTYPE, SOFT).to(WORD), mask=inside)
+            source = slot.to(tl.int32) // most  # a division of 64 bits takes many instructions
+            target = tl.multiple_of(tl.load(targets + source).to(tl.pointer_type(WORD)), ALIGN)
+            t = slot - source.to(tl.int64) * most
+            tl.store(target + t * H + c, encode(total, DTYPE, SOFT).to(WORD), mask=inside)
     if PEERS > 0:
         if is_last_program(finished_of(signals)):
             barrier_of_ranks(signals, fingerprint, PEERS, TIMED, PTX, WIDTH)

@@ -72,8 +72,10 @@ def spread_rows_kernel(
                     tl.store(weight_out + at, weight, mask=k < K)
                     tl.store(numbers_out + rows, weight, mask=rows >= 0)
             if tl.max(rows, 0) >= 0:
-                source = tl.multiple_of(tl.load(sources + slot // most).to(tl.pointer_type(WORD)), ALIGN)
-                words = tl.load(source + slot % most * H + c, mask=inside, other=0)
+                rank = slot.to(tl.int32) // most
+                source = tl.multiple_of(tl.load(sources + rank).to(tl.pointer_type(WORD)), ALIGN)
+                t = slot - rank.to(tl.int64) * most
+                words = tl.load(source + t * H + c, mask=inside, other=0)
                 for i in tl.static_range(K):
                     row = tl.load(row_in + slot * K + i)
                     if row >= 0:
