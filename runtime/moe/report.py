@@ -127,9 +127,9 @@ def _once_per_rank(config: DispatchConfig, counts: int, row: int, again: int) ->
     that is dispatched again."""
     experts = [b - a for a, b in zip(config.bounds, config.bounds[1:], strict=False)]
     shares = reached_shares(experts, config.top_k)
-    tokens = math.ceil(config.max_tokens * (sum(shares) - min(shares)))
-    most_tokens = config.max_tokens * min(config.top_k, config.ranks - 1)
     pairs, most_pairs = _pairs_sent(config)
+    tokens = min(math.ceil(config.max_tokens * (sum(shares) - min(shares))), pairs)
+    most_tokens = min(config.max_tokens * (config.ranks - 1), most_pairs)
     tables = (config.ranks - 1) * config.max_tokens * config.top_k * 8
     per_token = {
         "dispatch": (config.dispatched_nbytes, 0, counts + tables),

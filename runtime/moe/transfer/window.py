@@ -111,7 +111,7 @@ class WindowTransfer(TokenTransfer):
             self._output_candidates = self._buffers(pieces, *of_combine)
         # The buffers whose indices all ranks have sent, until they leave the window: of dispatch, and of combine.
         self._wanted, self._wanted_outputs, self._wanted_received = (
-            ChosenBuffers(candidates, self._matrices.tensors[self.me][:, -1], self._error)
+            ChosenBuffers(candidates, self._matrices.tensors[self.me][:, -1], self._window.failure.error)
             for candidates in (self._candidates, self._output_candidates, self._received_candidates)
         )
 
