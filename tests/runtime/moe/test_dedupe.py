@@ -102,7 +102,7 @@ def payloads(rank: int) -> None:
 
 def all_of_it(rank: int) -> list[bytes]:
     unusual_settings(rank)
-    routings(rank, 2)
+    routings(rank, 1)
     layers(rank, {}, phases=True)
     layers(rank, FP8)
     payloads(rank)
@@ -154,9 +154,9 @@ def test_interpreted_kernels_equal_virtual_ranks_and_bytes_cross_once() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("call", ["unusual_settings, 2", "routings, 2, 1", "layers, 2, t.FP8", "payloads, 2"])
+@pytest.mark.parametrize("call", ["unusual_settings, 3", "routings, 2, 1", "layers, 2, t.FP8", "payloads, 2"])
 def test_interpreted_kernels_equal_those_once_per_expert(call: str) -> None:
-    assert interpreted("test_dedupe", f"t.run_ranks(t.{call}, timeout=280)") == "[None, None]"
+    assert interpreted("test_dedupe", f"set(t.run_ranks(t.{call}, timeout=280))") == "{None}"
 
 
 def again_in_backward(rank: int, how: str, dedupe: bool) -> list[bytes]:
