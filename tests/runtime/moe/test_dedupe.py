@@ -17,9 +17,13 @@ import shardweave
 from shardweave import kernels
 from shardweave.errors import UnsupportedError
 from shardweave.kernels.signal import signal_kernel
+from shardweave.planner import MachineFigures
+from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
-from shardweave.runtime.moe.transfer.dedupe import DedupedTransfer
+from shardweave.runtime.moe.transfer.dedupe import DedupedTransfer, with_dedupe
 from shardweave.runtime.statistics import stats
+from shardweave.runtime.transports import machines as machines_module
+from shardweave.runtime.transports.select import current_transports
 
 pytestmark = pytest.mark.multi
 
@@ -208,6 +212,36 @@ def test_explain_states_choice_and_bytes() -> None:
     # With even routing 5 experts of 3 on rank 0 and 2 on rank 1: all tokens have one on rank 0, 9 of 10 on rank 1.
     assert f"{12 * H * 2:,} {c.max_tokens * H * 2:>16,}  combine" in text, text
     assert "once for each expert inside a node: ranks share the memory" in by_default
+
+
+@pytest.mark.plan
+def test_default_on_gpus_is_cheaper_by_figures_of_first_rank() -> None:
+    def chosen(tokens: int, **given: Any) -> tuple[bool | None, str]:
+        config = DispatchConfig(8, num_experts=256, top_k=8, hidden=7168, max_tokens=tokens, **given)
+        config, why = with_dedupe(config, torch.device("cuda"), True, lambda: MachineFigures("NVIDIA H200", "RDMA"))
+        return config.dedupe, why
+
+    dedupe, why = chosen(4096)
+    assert dedupe and "crosses once for each rank inside a node: the cheaper by NVIDIA H200 (nominal: NVLink 4" in why
+    assert "1332 us and 545,915,820 bytes from a rank to others" in why and "2045 us and 822,198,272 once per" in why
+    dedupe, why = chosen(16)
+    assert dedupe is False and "once for each expert inside a node: the cheaper by" in why
+    assert chosen(16, dedupe=True)[0] and chosen(4096, dedupe=False) == (
+        False, "a token crosses once for each expert inside a node: requested"
+    )  # fmt: skip
+
+
+def figures(rank: int) -> tuple[str, int]:
+    """Those of rank 1, which has others than rank 0 and 2."""
+    machines_module.machine_figures = lambda device: MachineFigures(device.type, nics=1 + rank)
+    found = current_transports().machines.figures_of_first((1, 2) if rank else (0,), torch.device("cpu"))
+    dist.barrier()  # the store ends with rank 0
+    return found.device_source, found.nics
+
+
+def test_figures_are_those_of_first_rank() -> None:
+    source = "cpu (assumed: a core copies 10 GB/s in shared memory)"
+    assert run_ranks(figures, 3) == [(source, 1), (source, 2), (source, 2)]
 
 
 def refused(rank: int) -> str:

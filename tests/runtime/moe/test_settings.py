@@ -46,6 +46,7 @@ def one(**given) -> DispatchConfig:
         ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'fixed'"),
         ({"splits": "host", "chunk_capacity": 3}, "chunk_capacity: 3 with splits='host'; allowed: None"),
         ({"two_level": 1}, "two_level: 1; allowed: True, False, None"),
+        ({"dedupe": "rank"}, "dedupe: 'rank'; allowed: True, False, None"),
         ({"two_level": True, "splits": "fixed"}, "two_level: True with chunks of fixed size; allowed: False, None"),
         ({"nodes": [0, 1, 1]}, "nodes: of 3 ranks; allowed: one for each of 2"),
         ({"save": "all"}, "save: 'all'; allowed: 'buffer', 'redispatch', 'copy'"),
