@@ -357,21 +357,22 @@ def test_explain_states_window() -> None:
     assert f"{rows * H * 2:,}  buffers that peers write rows into, pooled_buffers=1" in text, text
 
 
-def on_a_gpu(rank: int) -> str:
-    return digest(rounds_of(rank, "symmetric_memory", device="cuda"))
+def on_a_gpu(rank: int, dedupe: bool) -> str:
+    return digest(rounds_of(rank, "symmetric_memory", device="cuda", dedupe=dedupe))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dedupe", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_processes_on_one_gpu(gpu: None, size: int) -> None:  # noqa: F811
-    collected = run_ranks(on_a_gpu, size, environment=ONE_GPU, timeout=300)
+def test_processes_on_one_gpu(gpu: None, size: int, dedupe: bool) -> None:  # noqa: F811
+    collected = run_ranks(on_a_gpu, size, dedupe, environment=ONE_GPU, timeout=300)
     # Compare on the same device: torch sums in other orders on CPUs.
     assert collected == [digest(rounds) for rounds in virtual_rounds(size, device="cuda")]
 
 
-def captured_on_a_gpu(rank: int) -> bool:
+def captured_on_a_gpu(rank: int, dedupe: bool) -> bool:
     """Dispatch and combine in one graph, replayed with other tokens."""
-    d = TokenDispatcher(**SETTINGS, device="cuda", transport="symmetric_memory")
+    d = TokenDispatcher(**SETTINGS, device="cuda", transport="symmetric_memory", dedupe=dedupe)
     tokens = [tokens_of(rank, 7, K, E, H, torch.bfloat16, "zipf", i) for i in range(3)]
     x, ids, weights = (getattr(tokens[0], name).cuda() for name in ("x", "ids", "weights"))
     stream = torch.cuda.Stream()
@@ -398,5 +399,6 @@ def captured_on_a_gpu(rank: int) -> bool:
 
 
 @pytest.mark.gpu
-def test_layer_in_cuda_graph(gpu: None) -> None:  # noqa: F811
-    assert run_ranks(captured_on_a_gpu, 2, environment=ONE_GPU, timeout=300) == [True, True]
+@pytest.mark.parametrize("dedupe", [False, True])
+def test_layer_in_cuda_graph(gpu: None, dedupe: bool) -> None:  # noqa: F811
+    assert run_ranks(captured_on_a_gpu, 2, dedupe, environment=ONE_GPU, timeout=300) == [True, True]
