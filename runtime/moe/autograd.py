@@ -58,8 +58,9 @@ def routed_tokens(
         x, *others = payloads
         kept = (item.x.detach(), RowsAgain(x)) if again else (None, None)
         source = engine.handle, transfer.me
-        further: Any = {"_others": tuple(others), "grad_rows": grad_rows}
-        routed.append(RoutedTokens(x, row_weights, item.weights, record, config, source, *kept, **further))
+        routed.append(
+            RoutedTokens(x, row_weights, item.weights, record, config, source, *kept, tuple(others), grad_rows)
+        )
     return routed
 
 

@@ -181,7 +181,8 @@ class TokenDispatcher(TokenEngine):
             if len(ranks) > 1:
                 refuse_among(error, ranks)
             raise
-        self._ranks, self._participants = ranks, tuple(sorted(ranks))
+        self._ranks = ranks
+        self._meet_with(ranks)
         rows = [f", {name} {value}" for name in (*OF_ROWS, "quantize_output") if (value := getattr(config, name))]
         description = (
             f"token dispatcher {number} of these ranks: {config.num_experts} experts, top {config.top_k}, hidden "
@@ -441,12 +442,17 @@ class TokenDispatcher(TokenEngine):
             ArgumentError: no rank, or one that does not exist or is given twice; peers are told.
             UnsupportedError: the transport does not allow it.
         """
-        with self._reporting():
+        with self._reporting:
             config, transfer = self._active.choose(self.config, ranks)
         with nullcontext() if isinstance(self._transport, InProcessTransport) else binding():  # no call is in flight
             self.transfers = [transfer]
             self.use_config(config)
-            self._participants = tuple(sorted(r for i, r in enumerate(self._ranks) if config.is_active(i)))
+            self._meet_with([r for i, r in enumerate(self._ranks) if config.is_active(i)])
+
+    def _meet_with(self, ranks: Sequence[int]) -> None:
+        """Make the calls from now on among these ranks."""
+        self._participants = tuple(sorted(ranks))
+        self._reporting = _Reporting(self._transport, self._participants)
 
     def _checked_tokens(
         self,
@@ -458,7 +464,7 @@ class TokenDispatcher(TokenEngine):
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
         device = self.transfers[0].device
-        with self._reporting():
+        with self._reporting:
             tokens = Tokens(packed_tokens(self.config, device, x, scale), ids, weights)
             check_dispatch(self.config, device, tokens)
         return tokens
@@ -468,12 +474,9 @@ class TokenDispatcher(TokenEngine):
     ) -> None:
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
-        with self._reporting():
+        with self._reporting:
             transfer = self.transfers[0]
             check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add)
-
-    def _reporting(self) -> _Reporting:
-        return _Reporting(self._transport, self._participants)
 
 
 def _only(of_ranks: list[T]) -> T:

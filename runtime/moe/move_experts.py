@@ -117,7 +117,7 @@ def dispatcher_reporting(dispatcher: TokenDispatcher):  # type: ignore[no-untype
     """
     if not isinstance(dispatcher, TokenDispatcher):
         raise ArgumentError(f"dispatcher: {shown(dispatcher)}; allowed: a TokenDispatcher")
-    return dispatcher._reporting()
+    return dispatcher._reporting
 
 
 def _rows_of(dispatcher: TokenDispatcher, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -32,11 +32,10 @@ class _Buffer:
 
     __slots__ = ("__array_interface__", "__cuda_array_interface__", "_free", "_number", "_piece")
 
-    def __init__(self, piece: torch.Tensor, free: deque[int], number: int) -> None:
+    def __init__(self, piece: torch.Tensor, interface: dict[str, Any], free: deque[int], number: int) -> None:
         self._piece, self._free, self._number = piece, free, number
-        interface = {"data": (piece.data_ptr(), False), "shape": tuple(piece.shape), "typestr": "|u1", "version": 3}
         if piece.is_cuda:
-            self.__cuda_array_interface__ = {**interface, "strides": None}
+            self.__cuda_array_interface__ = interface
         else:
             self.__array_interface__ = interface
 
@@ -72,6 +71,10 @@ class BufferPool:
         self.pieces = [{r: m[i * nbytes :][:nbytes] for r, m in memory.items()} for i in range(number)]
         self._memory, self._device = memory, memory[rank].device
         self._own = [piece[rank] for piece in self.pieces]
+        self._interfaces: list[dict[str, Any]] = [
+            {"data": (piece.data_ptr(), False), "shape": (nbytes,), "strides": None, "typestr": "|u1", "version": 3}
+            for piece in self._own
+        ]
         self._addresses = {piece.data_ptr(): i for i, piece in enumerate(self._own)}
         self._free, self._of_graphs = deque(reversed(range(number))), deque[int]()
         self._streams: list[Any] = [None] * number
@@ -98,7 +101,8 @@ class BufferPool:
             self._streams[number] = stream
         (self._lent.add if lend else self._lent.discard)(number)
         (self._captured.add if captures else self._captured.discard)(number)
-        return _Buffer(self._own[number], self._of_graphs if captures else self._free, number).tensor()
+        free = self._of_graphs if captures else self._free
+        return _Buffer(self._own[number], self._interfaces[number], free, number).tensor()
 
     def follow(self, tensor: torch.Tensor) -> None:
         """Let the stream of the next tensor on this one's piece wait for the current stream, which waits for peers that
