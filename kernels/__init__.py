@@ -20,14 +20,17 @@ from .tokens.count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, CountShare,
 from .tokens.group_rows import Groups, PhysicalExperts, group_rows
 from .tokens.locate_rows import MOST_K, locate_rows
 from .tokens.offer_rows import offer_rows
+from .tokens.offer_tokens import RowTables, offer_tokens
 from .tokens.pairs_cpu import Pairs
 from .tokens.push_rows import padding_rows, push_rows
+from .tokens.push_sums import push_sums
 from .tokens.quantize_rows import QUANTIZATIONS, Quantization, QuantizedRows, dequantize_rows, quantize_rows
 from .tokens.receive_rows import receive_rows
 from .tokens.repeated_dispatch import RepeatedDispatch
 from .tokens.route_rows import route_rows
 from .tokens.rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
 from .tokens.silu_and_mul import silu_and_mul, silu_and_mul_backward
+from .tokens.spread_rows import OwnRows, spread_rows
 from .tokens.weigh_rows import weigh_rows
 from .tokens.window_signals import WindowBarrier, WindowSignals
 from .window_boxes import run_in_window, window_table
@@ -61,7 +64,9 @@ __all__ = [
     "CountShare",
     "CountedPairs",
     "RepeatedDispatch",
+    "OwnRows",
     "RowLaunch",
+    "RowTables",
     "PhysicalExperts",
     "SourceRows",
     "TargetRows",
@@ -89,11 +94,13 @@ __all__ = [
     "interpreted",
     "locate_rows",
     "offer_rows",
+    "offer_tokens",
     "on_device",
     "pack",
     "processors_of",
     "padding_rows",
     "push_rows",
+    "push_sums",
     "quantize_rows",
     "receive_rows",
     "recorded_launches",
@@ -109,6 +116,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_backward",
     "source_views",
+    "spread_rows",
     "target_views",
     "uploaded",
     "wait_limit",

@@ -10,12 +10,14 @@
   `intermediate_layouts`, with reductions of `bounded_fan_in`; `cross_mesh_plan` for two meshes, `batch` for several
   tensors, `local_slice` for requests that need no program.
 - Programs: `program_base` holds the data, `render` the text, SVG and JSON forms, `program` both.
-- `token_splits` compares the two kinds of split sizes of token exchanges, `token_levels` their levels.
+- `token_splits` compares the two kinds of split sizes of token exchanges, `token_levels` their levels;
+  `token_dedupe` prices a token that crosses once for each rank inside a node.
 """
 
 from .arguments import check_layout, check_local_shape, check_shape
 from .batch import Batch, plan_batch
 from .cost.hardware import MachineFigures, found_topology
+from .cost.token_dedupe import price_dedupe, reached_shares
 from .cost.token_levels import price_levels
 from .cost.token_splits import SPLITS, price_splits
 from .cost.topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
@@ -85,8 +87,10 @@ __all__ = [
     "plan_batch",
     "planner_of",
     "position_of",
+    "price_dedupe",
     "price_levels",
     "price_splits",
+    "reached_shares",
     "redistribute_cost",
     "spans_at",
     "title",

@@ -28,7 +28,10 @@ from shardweave.kernels import (
     Buffers,
     ChosenBuffers,
     CountShare,
+    OwnRows,
     PhysicalExperts,
+    QuantizedRows,
+    RowTables,
     TokenRows,
     WindowBarrier,
     combine_rows,
@@ -36,8 +39,11 @@ from shardweave.kernels import (
     gather_values,
     group_rows,
     offer_rows,
+    offer_tokens,
     push_rows,
+    push_sums,
     receive_rows,
+    spread_rows,
 )
 from shardweave.kernels.channel import Failure
 from shardweave.kernels.compare_words import WordComparison
@@ -47,6 +53,7 @@ from shardweave.runtime import VirtualTokenDispatcher
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.moe.activation import silu_and_mul
+from shardweave.runtime.moe.packed_rows import packed_rows
 from shardweave.runtime.transports.backend_limits import Direction, PooledOutputs, WindowPolicy
 from shardweave.runtime.transports.in_process import InProcessTransport
 from shardweave.runtime.transports.symmetric_memory.outputs import OutputPool
@@ -116,6 +123,9 @@ class Specialisation:
         k = c.get("K", 0)
         both = {
             "push_rows": (1, k + 1),
+            "offer_tokens": (1, 1),
+            "spread_rows": (1, k + 1),
+            "push_sums": (k * (not c.get("GROUP")), 1),
             # Elements of quantized rows have bytes of their own.
             "combine_rows": (k * (not c.get("GROUP")) + c.get("HAS_ADD", 0), 1),
             "weigh_rows": (2, 1),
@@ -366,6 +376,7 @@ def dispatches(layers: Iterable[Layer]) -> Iterator[Run]:
     yield "a window of 8 ranks", _signals
     for dtype in (torch.bfloat16, torch.float32):
         yield "a layer of 8 ranks with pooled buffers", partial(_pooled, dtype)
+        yield "a layer of 8 ranks to which tokens cross once", partial(_once_per_rank, dtype)
 
 
 def _train(layer: Layer) -> None:
@@ -431,6 +442,33 @@ def _pooled(dtype: torch.dtype) -> None:
         gather_values(rows, numbers, release)
         for of_pairs, add in product((weights, None), (x, None)):
             combine_rows(rows, chosen, empty(tokens, hidden, dtype=dtype), of_pairs, add, release=release)
+
+
+def _once_per_rank(dtype: torch.dtype) -> None:
+    """Tokens that are fetched once, and sums that return, with signals in the same launches and without."""
+    size, tokens, k, hidden = 8, 128, 8, 7168
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=_NOWHERE)
+
+    groups = group_rows(empty(size, 257), PhysicalExperts.divided(tuple(range(0, 257, 32)), _NOWHERE), 0, 1024)
+    rows, x, out = TokenRows(empty(tokens, k), empty(tokens, k)), *(empty(n, hidden, dtype=dtype) for n in (128, 1024))
+    table, numbers = OwnRows(empty(1024, k), empty(1024, k, dtype=torch.float32)), empty(1024, dtype=torch.float32)
+    tables, of_all = RowTables(*(Buffers([part] * size) for part in table)), Buffers([x] * size)
+    signals, error = _window(size).signals(1), empty(1, dtype=torch.int64)
+    assert signals is not None
+    for barrier in (None, WindowBarrier(signals, 1)):
+        offer_tokens(x, x, barrier=barrier)
+        offer_tokens(x, x, rows, empty(tokens, k, dtype=torch.float32), tables, rows.row, 0, barrier=barrier)
+        for weights in (table.weight, None):
+            push_sums(out, table.row, weights, of_all, barrier=barrier)
+    for padding in (0, 7):
+        spread_rows(of_all, table, out, groups, padding)
+        spread_rows(of_all, table, out, groups, padding, table, numbers, error)
+    quantized = packed_rows("quantize_output", "fp8_128", hidden)
+    assert quantized is not None
+    how = QuantizedRows(QUANTIZATIONS["fp8_128"], quantized.begins[1])
+    push_sums(empty(1024, quantized.words), table.row, table.weight, of_all, how)
 
 
 def _window(size: int) -> Window:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -55,6 +56,23 @@ def scale_of(scales, group, present, POWERS: tl.constexpr):
         return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
         return tl.load(scales.to(tl.pointer_type(tl.float32)) + group, mask=present, other=0.0)
+
+
+@triton.jit
+def row_values(
+    base, row, c, present, H: tl.constexpr, DTYPE: tl.constexpr, WORD: tl.constexpr, ALIGN: tl.constexpr,
+    GROUP: tl.constexpr, POWERS: tl.constexpr, ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    """The elements c of a row of the buffer at the address `base`, float32, multiplied out if it is quantized."""
+    # An address that was an integer has lost its alignment.
+    if GROUP > 0:
+        quantized = tl.multiple_of(base.to(tl.pointer_type(tl.int8)), 16) + row.to(tl.int64) * ROW_BYTES
+        value = decode(tl.load(quantized + c, mask=present, other=0), tl.float8e4nv, True)
+        scales = base + (row.to(tl.int64) * ROW_BYTES + SCALES_AT)
+        return value * scale_of(scales, c // GROUP, present, POWERS)
+    else:
+        source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
+        return decode(tl.load(source + c, mask=present, other=0), DTYPE, SOFT)
 
 
 @triton.jit(
@@ -118,15 +136,7 @@ def combine_rows_kernel(
             destination = key // K
             base = address_of(buffers, choice, error, choice_stride, destination, kept, CHOSEN)
             present = inside & (tl.broadcast_to(row, [COLS]) >= 0)
-            # An address that was an integer has lost its alignment.
-            if GROUP > 0:
-                quantized = tl.multiple_of(base.to(tl.pointer_type(tl.int8)), 16) + row.to(tl.int64) * ROW_BYTES
-                value = decode(tl.load(quantized + c, mask=present, other=0), tl.float8e4nv, True)
-                scales = base + (row.to(tl.int64) * ROW_BYTES + SCALES_AT)
-                value = value * scale_of(scales, c // GROUP, present, POWERS)
-            else:
-                source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
-                value = decode(tl.load(source + c, mask=present, other=0), DTYPE, SOFT)
+            value = row_values(base, row, c, present, H, DTYPE, WORD, ALIGN, GROUP, POWERS, ROW_BYTES, SCALES_AT, SOFT)
             if HAS_WEIGHTS:
                 value = value * tl.load(weights + t * weight_stride + key % K, mask=kept, other=0.0)
             moved = kept & (destination != last)
@@ -253,14 +263,18 @@ def _constants(
 ) -> Constants:
     constants = row_constants(dtype, hidden, align) | {"K": k, "COLS": launch.columns, "DTYPE": ELEMENTS[dtype]}
     constants |= {"HAS_WEIGHTS": has_weights, "HAS_ADD": has_add, "CHOSEN": chosen, "NESTED": nested}
-    scaled = {"GROUP": 0, "POWERS": False, "ROW_BYTES": 0, "SCALES_AT": 0}
-    if quantized is not None:
-        group, powers = quantized.how.group or hidden, quantized.how.scale_dtype is not torch.float32
-        scaled = {"GROUP": group, "POWERS": powers, "ROW_BYTES": row_bytes, "SCALES_AT": quantized.scales_at}
-    constants |= scaled | {"SOFT": interpreted(combine_rows_kernel), "POISON": poison_word(dtype)[0]}
-    constants |= signal_constants(peers, launch.num_warps)
+    constants |= {"SOFT": interpreted(combine_rows_kernel), "POISON": poison_word(dtype)[0]}
+    constants |= quantized_constants(quantized, hidden, row_bytes) | signal_constants(peers, launch.num_warps)
     # A fused multiply-add would round once less than the definition.
     return Constants(combine_rows_kernel, constants, num_warps=launch.num_warps, enable_fp_fusion=False)
+
+
+def quantized_constants(quantized: QuantizedRows | None, hidden: int, row_bytes: int) -> dict[str, Any]:
+    """The constants by which `row_values` reads rows."""
+    if quantized is None:
+        return {"GROUP": 0, "POWERS": False, "ROW_BYTES": 0, "SCALES_AT": 0}
+    group, powers = quantized.how.group or hidden, quantized.how.scale_dtype is not torch.float32
+    return {"GROUP": group, "POWERS": powers, "ROW_BYTES": row_bytes, "SCALES_AT": quantized.scales_at}
 
 
 def combine_rows_cpu(

@@ -13,10 +13,10 @@ import torch
 from ...errors import UnsupportedError
 from ..launch import LaunchMade, RepeatedLaunch
 from .count_pairs import count_few_pairs_kernel, place_rows_kernel
-from .group_rows import Groups
+from .offer_tokens import offer_tokens_kernel
 from .push_rows import push_rows_kernel
 from .receive_rows import receive_rows_kernel
-from .rows import TokenRows
+from .spread_rows import spread_rows_kernel
 from .window_signals import WindowSignals
 
 # The parameters that take numbers of a call: addresses of its tokens and of the received rows, the word to share.
@@ -24,19 +24,24 @@ _NUMBERS = {
     count_few_pairs_kernel: (None, None, "word"),
     place_rows_kernel: (None, None, "word"),
     push_rows_kernel: ("x", None, None),
+    offer_tokens_kernel: ("x", None, None),
+    spread_rows_kernel: (None, "out", None),
     receive_rows_kernel: (None, "target", None),
 }
 
+# The kernels with a barrier, and whether they begin with a wait.
+_ACQUIRES = {count_few_pairs_kernel: True, place_rows_kernel: True, push_rows_kernel: False, offer_tokens_kernel: False}
+
 
 class RepeatedDispatch:
-    """The dispatch that `launches` made: counts, routes, pushes and receives rows.
+    """The dispatch that `launches` made: counts, routes, and brings rows to where they are received.
 
     Args:
         launches: from `recorded_launches`.
         signals: of the window.
         ids, weights: the arguments, of which no copies were made.
         weights_out: float32 [R], where received weights are copied to.
-        groups, rows, matrix: the results.
+        results: all other results.
 
     Raises:
         UnsupportedError: the launches do not take one of these tensors.
@@ -49,11 +54,8 @@ class RepeatedDispatch:
         ids: torch.Tensor,
         weights: torch.Tensor,
         weights_out: torch.Tensor,
-        groups: Groups,
-        rows: TokenRows,
-        matrix: torch.Tensor,
+        results: Sequence[torch.Tensor],
     ) -> None:
-        results = *groups, rows.key, rows.row, matrix
         nothing = None, None, None
         self._launches = [
             RepeatedLaunch(made, (ids, weights, weights_out, *results, *_NUMBERS.get(made.kernel, nothing)))
@@ -62,7 +64,8 @@ class RepeatedDispatch:
         values = 3 + len(results) + len(nothing)
         if set[int]().union(*(launch.replaced for launch in self._launches)) != set(range(values)):
             raise UnsupportedError("the launches of this dispatch cannot be made again: arguments were copied")
-        *self._counting, self._route, self._push, self._receive = self._launches
+        # None: without a watch.
+        self._acquires = [_ACQUIRES.get(made.kernel) if signals.watches else None for made in launches]
         self._signals = signals
         # Of one element each; `empty_like` takes half the time of `new_empty`.
         self._like = [result.new_empty(1).expand(result.shape) for result in results]
@@ -70,8 +73,8 @@ class RepeatedDispatch:
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, weights_out: torch.Tensor,
         word: int,
-    ) -> tuple[Groups, TokenRows, torch.Tensor]:  # fmt: skip
-        """Dispatch, and return the results.
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Dispatch; return weights_out and the other results.
 
         Args:
             x, ids, weights, out, weights_out: of the shapes, dtypes, strides and alignments of the first dispatch.
@@ -79,18 +82,10 @@ class RepeatedDispatch:
         """
         results = [torch.empty_like(like) for like in self._like]
         values: list[torch.Tensor | int] = [ids, weights, weights_out, *results, x.data_ptr(), out.data_ptr(), word]
-        for launch in self._counting[:-1]:
-            launch(values)
-        if self._signals.watches:
-            with self._signals.watched(acquires=True):
-                self._counting[-1](values)
-            self._route(values)
-            with self._signals.watched(acquires=False):
-                self._push(values)
-        else:
-            self._counting[-1](values)
-            self._route(values)
-            self._push(values)
-        self._receive(values)
-        *groups, key, row, matrix = results
-        return Groups(*groups), TokenRows(key, row), matrix
+        for launch, acquires in zip(self._launches, self._acquires, strict=True):
+            if acquires is None:
+                launch(values)
+            else:
+                with self._signals.watched(acquires):
+                    launch(values)
+        return [weights_out, *results]

@@ -134,11 +134,18 @@ class MachineFigures:
     def source(self) -> str:
         """Where the figures come from."""
         if self.measured is not None:
-            return f"calibrated on {self.device}"
-        device, network = device_of(self.device), next(n for n in NETWORKS if n.name == self.network)
+            return self.device_source
+        network = next(n for n in NETWORKS if n.name == self.network)
         known = f"{8 * self.nic_gigabytes_per_s:g} Gb/s" if self.nic_gigabytes_per_s is not None else network.source
         nics = "1 NIC" if self.nics == 1 else f"{self.nics} NICs"
-        return f"{self.device} ({device.source}), {network.name} over {nics} for each node ({known})"
+        return f"{self.device_source}, {network.name} over {nics} for each node ({known})"
+
+    @property
+    def device_source(self) -> str:
+        """Where the figures inside a node come from."""
+        if self.measured is not None:
+            return f"calibrated on {self.device}"
+        return f"{self.device} ({device_of(self.device).source})"
 
 
 def found_topology(nodes: Sequence[int], machines: Sequence[MachineFigures]) -> Topology | None:

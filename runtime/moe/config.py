@@ -74,6 +74,7 @@ class DispatchConfig:
     zero_rows: bool | None = None
     num_sms: int | None = field(default=None, compare=False)
     two_level: bool | None = None
+    dedupe: bool | None = None
     payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None = None
     quantize: str | None = None
     quantize_output: str | None = None
@@ -120,7 +121,7 @@ class DispatchConfig:
                 raise ArgumentError(f"{name}: {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
         if self.dtype not in PAYLOADS:
             raise ArgumentError(f"dtype: {self.dtype}; allowed: torch.float32, torch.bfloat16, torch.float16")
-        for name in ("zero_rows", "two_level"):
+        for name in ("zero_rows", "two_level", "dedupe"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, bool)):
                 raise ArgumentError(f"{name}: {value!r}; allowed: True, False, None")
@@ -420,6 +421,7 @@ if TYPE_CHECKING:
         zero_rows: bool | None
         num_sms: int | None
         two_level: bool | None
+        dedupe: bool | None
         payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None
         quantize: str | None
         quantize_output: str | None

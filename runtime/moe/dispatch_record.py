@@ -56,6 +56,18 @@ class Forwards(NamedTuple):
     """float32 [F, K], of the forwarded tokens."""
 
 
+class Deduped(NamedTuple):
+    """The rows of tokens that cross once for each rank: slot s * max_tokens + t of a rank is for token t of rank s."""
+
+    once: torch.Tensor
+    """int32 [T, K]: with the keys of `DispatchRecord.rows`, the place of each sum among those that this rank receives
+    from a destination: t for the token's first pair there, -1 for its other pairs."""
+    row: torch.Tensor
+    """int32 [W * max_tokens, K]: the rows of each token on this rank, in order of k; -1 for its other pairs."""
+    weight: torch.Tensor
+    """float32 [W * max_tokens, K]: the weights of these pairs."""
+
+
 class DispatchRecord(NamedTuple):
     """Everything a rank knows about one dispatch, except the rows themselves. Combine and backward take it whole."""
 
@@ -73,6 +85,8 @@ class DispatchRecord(NamedTuple):
     """On two levels only."""
     forwarded_pairs: Pairs | None = None
     """The sorted pairs of the forwarded tokens, as `TokenRows.pairs`."""
+    deduped: Deduped | None = None
+    """With `dedupe` only."""
 
     @property
     def pairs(self) -> tuple[Pairs | None, Pairs | None]:
@@ -81,7 +95,7 @@ class DispatchRecord(NamedTuple):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors, `weights` first, for interfaces that take tensors only: autograd's and operators'."""
-        travel = self.chunks or self.forwards or ()
+        travel = self.chunks or self.forwards or self.deduped or ()
         return [self.weights, *self.groups, self.rows.key, self.rows.row, self.matrix, *travel]
 
     @classmethod
@@ -92,12 +106,19 @@ class DispatchRecord(NamedTuple):
         groups, (key, row, matrix, *travel) = rest[:n], rest[n:]
         chunks = Chunks(*travel) if len(travel) == len(Chunks._fields) else None
         forwards = Forwards(*travel) if len(travel) == len(Forwards._fields) else None
+        deduped = Deduped(*travel) if len(travel) == len(Deduped._fields) else None
         rows = TokenRows(key, row, pairs[0])
-        return cls(weights, Groups(*groups), rows, matrix, chunks, forwards, pairs[1])
+        return cls(weights, Groups(*groups), rows, matrix, chunks, forwards, pairs[1], deduped)
 
 
 def empty_record(
-    config: DispatchConfig, me: int, tokens: int, weights: torch.Tensor, in_chunks: bool, two_level: bool = False
+    config: DispatchConfig,
+    me: int,
+    tokens: int,
+    weights: torch.Tensor,
+    in_chunks: bool,
+    two_level: bool = False,
+    deduped: bool = False,
 ) -> DispatchRecord:
     """Return a record of uninitialised memory, for operators to write into: of the largest size, where the size is not
     known before.
@@ -133,6 +154,8 @@ def empty_record(
             most=empty(1, dtype=torch.int64, device=host),
             places=empty(places, dtype=torch.int64),
         )
+    if deduped:
+        return DispatchRecord(weights, groups, rows, matrix, deduped=empty_deduped(config, rows.key))
     if not two_level or config.node_ranks is None:
         return DispatchRecord(weights, groups, rows, matrix, chunks)
     nodes, k = config.node_ranks, config.top_k
@@ -147,3 +170,9 @@ def empty_record(
         weights=empty(most, k, dtype=torch.float32),
     )
     return DispatchRecord(weights, groups, rows, matrix, None, forwards)
+
+
+def empty_deduped(config: DispatchConfig, key: torch.Tensor) -> Deduped:
+    """Return uninitialised memory; `key`: `TokenRows.key`."""
+    row = key.new_empty(config.ranks * config.max_tokens, config.top_k)
+    return Deduped(torch.empty_like(key), row, torch.empty_like(row, dtype=torch.float32))

@@ -34,6 +34,7 @@ from .pending import PendingTokens
 from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
 from .transfer.base import BACKGROUND, COMBINE, DISPATCH, OPERATIONS, Steps, TokenTransfer
+from .transfer.dedupe import DedupedTransfer, with_dedupe
 from .transfer.fixed import with_splits
 from .transfer.levels import two_sided_transfer, with_levels
 from .transfer.push import PushTransfer
@@ -113,6 +114,11 @@ class TokenDispatcher(TokenEngine):
             experts of it, to a rank that forwards it in shared memory, and returns as one sum. False: once for each of
             its pairs there. Results are equal to the bit. For CPUs with transport="hierarchical", or with one rank on
             each node, and chunks of exact size. Default: the cheaper by the topology's prices, which `explain` states.
+        dedupe: with transport="symmetric_memory". True: a token goes once to each rank that has experts of it, which
+            copies it to its rows and returns one sum; rows are no pooled buffers then, and sums are in `dtype` with
+            quantize_output as well. False: once for each of its pairs. Results are equal to the bit. Default: the
+            cheaper by the figures of the GPU, for max_tokens evenly routed tokens, which `explain` states; False for
+            CPU tensors and on other transports, which refuse True.
         num_sms: on GPUs, the maximum SMs that the kernels which push rows and which combine them take, so that the
             experts' GEMMs of another stream keep the others while rows travel. Few make dispatch and combine slower.
             Need not be equal on all ranks. Default: `SHARDWEAVE_NUM_SMS`, or no limit.
@@ -188,7 +194,7 @@ class TokenDispatcher(TokenEngine):
         self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
         kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else two_sided_transfer(config)
         if self._transport.one_sided and self._transport.windows is not None:
-            kind = WindowTransfer
+            kind = DedupedTransfer if config.dedupe else WindowTransfer
         self._order = order_on(device)
         self._side = SideStream(device) if device.type == "cuda" else None
         arguments = config, self._transport, ranks, ranks.index(rank), device, config.fingerprint(number)
@@ -217,7 +223,7 @@ class TokenDispatcher(TokenEngine):
         config = DispatchConfig(len(ranks), **settings)
         self._transport: AnyTransport | InProcessTransport = InProcessTransport()
         if len(ranks) == 1:
-            return config, "alone", 0, ""
+            return replace(config, dedupe=False), "alone", 0, ""
         obstacle, why = why_not_backend(device, transport), ""
         if obstacle is not None:
             raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
@@ -233,7 +239,10 @@ class TokenDispatcher(TokenEngine):
                 topology = partial(current_transports().machines.find_topology, tuple(sorted(ranks)), device)
                 config, levels = with_levels(config, device, name, topology)
                 why = "\n  ".join(filter(None, (why, levels)))
-        return config, name, number, why
+            in_windows = chosen.one_sided and chosen.windows is not None
+            figures = partial(current_transports().machines.figures_of_first, tuple(sorted(ranks)), device)
+            config, crossing = with_dedupe(config, device, in_windows, figures)
+        return config, name, number, "\n  ".join(filter(None, (why, crossing)))
 
     def run(self, operation: int, runs: Sequence[Steps[Any]]) -> list[Any]:
         transport, (run,) = self._transport, runs

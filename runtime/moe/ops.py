@@ -23,7 +23,7 @@ def dispatch(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[Received]:
     """`engine._run_dispatch` as an operator."""
     received = []
     for transfer, item, (rows, weights) in zip(engine.transfers, tokens, engine._new_received(tokens), strict=True):
-        kind = transfer.in_chunks, transfer.two_level
+        kind = transfer.in_chunks, transfer.two_level, transfer.deduped
         record = empty_record(engine.config, transfer.me, item.x.shape[0], weights, *kind)
         received.append((rows, record))
     outs = [tensor for rows, record in received for tensor in (rows, *record.tensors())]

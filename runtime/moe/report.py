@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ...planner import reached_shares
 from .config import DispatchConfig
 from .transfer.base import TokenTransfer, pair_words
 
@@ -38,7 +39,8 @@ def explain(config: DispatchConfig, algorithms: Sequence[Algorithm], transport: 
         memory, wire = algorithm.nbytes(config, capacity), on_wire(config, algorithm, capacity)
         once, of_each = algorithm.layers_nbytes(config, capacity)
         # What pooled buffers save is part of the first number.
-        most = f", n from {config.pooled_buffers} on" if algorithm.in_windows and config.pooled_buffers > 1 else ""
+        pooled = algorithm.in_windows and not algorithm.deduped and config.pooled_buffers > 1
+        most = f", n from {config.pooled_buffers} on" if pooled else ""
         place = "between nodes" if algorithm.two_level else "on the wire"
         lines += [
             f"  {algorithm.algorithm}" + ("" if capacity is None else f" (chunk_capacity={capacity})"),
@@ -108,6 +110,8 @@ def on_wire(
     counts = others * (config.bounds[-1] + 1 + algorithm.extra_words) * 4
     # Tokens are dispatched once more for the experts' backward.
     again = row if config.save == "redispatch" else 0
+    if algorithm.deduped:
+        return _once_per_rank(config, counts, row, again)
     per_pair = {
         "dispatch": (config.dispatched_nbytes + 4, counts),
         "combine": (config.combined_nbytes, 0),
@@ -116,6 +120,27 @@ def on_wire(
     }
     even, most = _pairs_sent(config) if chunk_capacity is None else ((config.ranks - 1) * chunk_capacity,) * 2
     return {operation: (even * each + once, most * each + once) for operation, (each, once) in per_pair.items()}
+
+
+def _once_per_rank(config: DispatchConfig, counts: int, row: int, again: int) -> dict[str, tuple[int, int]]:
+    """Return `on_wire` with `dedupe`; counts, row, again: bytes of a rank's counts, of a token in `dtype`, and of one
+    that is dispatched again."""
+    experts = [b - a for a, b in zip(config.bounds, config.bounds[1:], strict=False)]
+    shares = reached_shares(experts, config.top_k)
+    pairs, most_pairs = _pairs_sent(config)
+    tokens = min(math.ceil(config.max_tokens * (sum(shares) - min(shares))), pairs)
+    most_tokens = min(config.max_tokens * (config.ranks - 1), most_pairs)
+    tables = (config.ranks - 1) * config.max_tokens * config.top_k * 8
+    per_token = {
+        "dispatch": (config.dispatched_nbytes, 0, counts + tables),
+        "combine": (row, 0, 0),
+        "backward of combine": (row + again, 4, tables if again else 0),
+        "backward of dispatch": (row, 4, 0),
+    }
+    return {
+        operation: (tokens * each + pairs * beside + once, most_tokens * each + most_pairs * beside + once)
+        for operation, (each, beside, once) in per_token.items()
+    }
 
 
 def _between_nodes(config: DispatchConfig) -> dict[str, tuple[int, int]]:

@@ -42,12 +42,14 @@ class VirtualTokenDispatcher(TokenEngine):
         num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout, expert_map,
             save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, two_level, payloads, quantize,
             quantize_output, device: as for TokenDispatcher.
+        dedupe: None or False.
         one_sided: True: ranks write into each other's buffers; False: they send and receive, as over a network.
         nodes: with one_sided=False, the node of each rank, which decides the order of sums. With two_level=True ranks
             of a node write into each other's buffers.
 
     Raises:
         ArgumentError: a number or name that is not allowed.
+        UnsupportedError: dedupe=True.
     """
 
     @takes_settings()
@@ -65,6 +67,8 @@ class VirtualTokenDispatcher(TokenEngine):
         if nodes is not None and one_sided:
             raise ArgumentError(f"nodes: {shown(nodes)} with one_sided=True; allowed: None, for one node")
         config = DispatchConfig(size, nodes, **settings)
+        if config.dedupe:
+            raise UnsupportedError("dedupe: True, but virtual ranks have no windows; allowed: False, None")
         transport, ranks, device = InProcessTransport(one_sided), tuple(range(size)), device_of(device)
         kind: type[TokenTransfer] = PushTransfer if one_sided else two_sided_transfer(config)
         with on_device(device):

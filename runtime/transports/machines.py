@@ -63,6 +63,20 @@ class Machines:
                 _logger.log(level, "ranks %s have the topology %s: %s", ranks, topology.name, topology.origin)
         return self._topologies[key]
 
+    def figures_of_first(self, ranks: tuple[int, ...], device: torch.device) -> MachineFigures:
+        """The figures of the first of `ranks` (ascending), which they share: equal on all of them.
+
+        Raises:
+            MeetingTimeoutError, PeerError, DisagreementError: a rank did not arrive.
+        """
+        key, first = _figures_key(device.type, ranks[0]), ranks[0]
+        with self._rendezvous.making_ready(ranks, "finding the figures of this machine"):
+            if self._rank == first and device.type not in self._published_figures:
+                self._rendezvous.write(key, to_text(machine_figures(device)))
+                self._published_figures.add(device.type)
+            (text,) = self._rendezvous.read_each({first: key})
+        return _parsed_figures(first, text)
+
     def known_topology(self, ranks: tuple[int, ...], device_type: str) -> Topology | None:
         """The topology that `find_topology` has found for `ranks`, once all of them have made a call together."""
         topology = self._topologies.get((ranks, device_type))

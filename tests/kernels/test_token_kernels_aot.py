@@ -35,11 +35,14 @@ from shardweave.kernels.tokens.count_pairs import (
 from shardweave.kernels.tokens.group_rows import group_rows_kernel, group_warps, rank_rows
 from shardweave.kernels.tokens.locate_rows import locate_rows_kernel, tokens_at_a_time
 from shardweave.kernels.tokens.offer_rows import offer_rows_kernel
+from shardweave.kernels.tokens.offer_tokens import offer_tokens_kernel
 from shardweave.kernels.tokens.push_rows import push_rows_kernel
+from shardweave.kernels.tokens.push_sums import push_sums_kernel
 from shardweave.kernels.tokens.quantize_rows import QUANTIZATIONS, _constants, quantize_rows_kernel
 from shardweave.kernels.tokens.receive_rows import receive_rows_kernel
 from shardweave.kernels.tokens.route_rows import route_rows_kernel
 from shardweave.kernels.tokens.rows import PROGRAMS_OF_SM, RowLaunch, row_alignment, row_constants
+from shardweave.kernels.tokens.spread_rows import spread_rows_kernel
 from shardweave.kernels.tokens.weigh_rows import weigh_rows_kernel
 from shardweave.kernels.window_use import use_constants
 from shardweave.runtime.moe.packed_rows import packed_rows
@@ -48,14 +51,15 @@ pytestmark = pytest.mark.aot
 
 POINTERS = {
     "*i64": (
-        "buffers matrices weight_buffers counts_out padded_out overflow_out counts padded_counts error words signals"
+        "buffers matrices weight_buffers counts_out padded_out overflow_out counts padded_counts error words signals "
+        "row_tables weight_tables sources targets"
     ),
     "*i32": (
         "expert_table expert_out block_counts block_bad expert_in place_in place_out start_in limit_in destination_in "
         "key_in row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets "
-        "num_rows choice matrix_out nodes"
+        "num_rows choice matrix_out nodes once_out"
     ),
-    "*fp32": "weights weight_gradient numbers_in numbers_out",
+    "*fp32": "weights weight_gradient numbers_in numbers_out weight_in weight_out",
 }
 POINTER_OF = {name: kind for kind, names in POINTERS.items() for name in names.split()}
 
@@ -204,6 +208,29 @@ def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k,
     assert_equal_without_signals(loads, (k + 1) * pieces, constants)
     assert_equal_without_signals(stores, pieces, constants)
     assert not fused_operations(compiled)
+
+
+@each_target
+@pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
+def test_kernels_of_deduped_tokens_are_vectorised_and_do_not_spill(target, dtype, hidden, k):
+    constants = {**row_launch(dtype, hidden), "K": k, "KP": triton.next_power_of_2(k)}
+    signals = signalling(target, constants["num_warps"])
+    pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
+    tables = {"TABLES": True, "TOKENS": 1024 // constants["KP"]}
+    offer = compile_kernel(offer_tokens_kernel, target, constants | tables | signals)
+    assert_no_spill(offer, target)
+    loads, stores = wide(offer, target)
+    assert loads >= pieces and stores >= pieces
+    spread = compile_kernel(spread_rows_kernel, target, constants | {"PADDING": 8, "NEW": True})
+    assert_no_spill(spread, target)
+    loads, stores = wide(spread, target)
+    assert loads >= pieces and stores >= (k + 1) * pieces  # each token is read once, and stored k times
+    sums = {"DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "SOFT": False, "enable_fp_fusion": False, **NOT_QUANTIZED}
+    push = compile_kernel(push_sums_kernel, target, constants | sums | signals)
+    assert_no_spill(push, target)
+    loads, stores = wide(push, target)
+    assert loads >= k * pieces and stores >= pieces
+    assert not fused_operations(push)
 
 
 @each_target
@@ -368,7 +395,16 @@ def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
     assert {s.constants["ALIGN"] for s in launched if s.kernel == "push_rows"} == {2, 4, 16}
     assert of("push_rows", "CHOSEN") == of("combine_rows", "CHOSEN") == of("offer_rows", "COPY") == {True, False}
     assert of("share_counts", "HAS_WORD") == of("receive_rows", "COPY") == of("receive_rows", "FILL") == {True, False}
-    in_windows = "count_few_pairs", "place_rows", "push_rows", "receive_rows", "offer_rows", "combine_rows"
+    in_windows = (
+        "count_few_pairs",
+        "place_rows",
+        "push_rows",
+        "receive_rows",
+        "offer_rows",
+        "combine_rows",
+        "offer_tokens",
+        "push_sums",
+    )
     assert all(of(kernel, "PEERS") == {0, 7} for kernel in in_windows)
     # A window's signals: wait with credit, barrier, leave and spoil with poison of every size, refusal, and failure.
     assert len([s for s in launched if s.kernel == "signal"]) == 2 + 4 + 4 + 2

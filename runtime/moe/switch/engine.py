@@ -125,7 +125,7 @@ class SwitchEngine:
         self.common = TokenDispatcher(
             group, num_experts=num_experts, top_k=1, hidden=max(1, max_token_bytes // 4), max_tokens=max_tokens,
             dtype=torch.float32, capacity=rows, overflow=overflow, pooled_buffers=0, splits=splits, zero_rows=True,
-            two_level=False, device=device, transport=transport,
+            two_level=False, dedupe=False, device=device, transport=transport,
         )  # fmt: skip
         config, me = self.common.config, self.common.transfers[0].me
         # Errors name the arguments of TokenSwitch.
@@ -237,7 +237,7 @@ class SwitchEngine:
         settings: dict[str, Any] = {
             "num_experts": common.ranks if layout == "flat" else common.num_experts, "top_k": top_k,
             "max_tokens": common.max_tokens, "capacity": self.rows, "overflow": "drop", "pooled_buffers": 0,
-            "splits": self._splits, "zero_rows": True, "two_level": False,
+            "splits": self._splits, "zero_rows": True, "two_level": False, "dedupe": False,
         }  # fmt: skip
         if self._splits is None and self.device.type == "cuda" and not transfer.transport.one_sided:
             # Equal for rows of all sizes, since chunks are part of a record.

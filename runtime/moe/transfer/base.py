@@ -99,6 +99,7 @@ class TokenTransfer:
         in_windows: rows travel through windows, which dispatchers share.
         fixed_size: chunks have a fixed size.
         two_level: tokens cross the network once for each node, as DispatchRecord.forwards describes.
+        deduped: tokens cross once for each rank, as DispatchRecord.deduped describes.
         algorithm: how rows travel, in words.
         extra_words: words that a rank sends to each other rank with its counts.
         peers: the other active ranks, starting with the one after this rank.
@@ -110,6 +111,7 @@ class TokenTransfer:
     in_windows: ClassVar[bool] = False
     fixed_size: ClassVar[bool] = False
     two_level: ClassVar[bool] = False
+    deduped: ClassVar[bool] = False
     algorithm: ClassVar[str] = ""
     extra_words: ClassVar[int] = 0
 

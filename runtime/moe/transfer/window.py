@@ -21,6 +21,7 @@ import torch
 from ....kernels import (
     Buffers,
     ChosenBuffers,
+    CountedPairs,
     CountShare,
     Groups,
     RepeatedDispatch,
@@ -43,24 +44,14 @@ _LAST = 1  # the second barrier of an operation, added to its number
 _MOST_REPEATED = 16
 
 
-def window_nbytes(config: DispatchConfig) -> int:
-    """Return the bytes of a rank's part of a window."""
-    return sum(round_up(nbytes, ALIGNMENT) for nbytes in _parts(config))
-
-
 def uses_buffer_pool(config: DispatchConfig) -> bool:
-    """Whether rows may stay in the buffer that peers wrote."""
-    return bool(config.pooled_buffers and buffer_nbytes(config)) and config.save != "copy"
+    """Whether rows may stay in the buffer that peers wrote. With `dedupe` they are copied to their places anyway."""
+    return bool(config.pooled_buffers and buffer_nbytes(config)) and config.save != "copy" and not config.dedupe
 
 
 def buffer_nbytes(config: DispatchConfig) -> int:
     """Return the bytes of the rows of one dispatch, or of the experts' output, whichever are more."""
     return config.rows * max(config.dispatched_nbytes, config.hidden * config.dtype.itemsize, config.combined_nbytes)
-
-
-def _parts(config: DispatchConfig) -> tuple[int, int, int]:
-    """Return the bytes of counts and the index of the wanted buffer, of the weights of rows, and of rows."""
-    return config.ranks * (config.bounds[-1] + 2) * 4, config.rows * 4, buffer_nbytes(config)
 
 
 def _nothing() -> None:
@@ -78,7 +69,7 @@ class WindowTransfer(TokenTransfer):
         super().__init__(*args)
         config, group = self.config, tuple(sorted(self.ranks))
         self._windows = cast("BufferPoolTransport", self.transport)
-        self._window = self._windows.window(group, window_nbytes(config), exact=True)
+        self._window = self._windows.window(group, self.window_nbytes(config), exact=True)
         self._error = self._window.failure.error  # after a failure the window holds counts and indices of any dispatch
         self._signals = self._window.signals(self._windows.turn(0).limit)
         self._repeated: dict[tuple[Any, ...], RepeatedDispatch] = {}
@@ -87,15 +78,20 @@ class WindowTransfer(TokenTransfer):
         if config.packed is not None or config.packed_output is not None:
             self._window.build(torch.int32)
         first, parts = 0, []
-        for nbytes in _parts(config):
+        for nbytes in self.parts(config):
             parts.append({r: data[first : first + nbytes] for r, data in self._window.data.items()})
             first += round_up(nbytes, ALIGNMENT)
-        counts, numbers, of_window = parts
+        counts, numbers, *others = parts
         self._matrices = self._buffers([counts], (config.ranks, config.bounds[-1] + 2), torch.int32)
         self._numbers = self._buffers([numbers], (config.rows,), torch.float32)
         self._like_numbers = self._numbers.tensors[self.me][:1].expand(config.rows)  # contiguous ones are made of it
         self._pool: BufferPool | None = None
-        pieces = [of_window]
+        self._set_row_buffers(*others)
+
+    def _set_row_buffers(self, *parts: Mapping[int, torch.Tensor]) -> None:
+        """Make the buffers of rows of the parts of windows that come last, by rank."""
+        config, group = self.config, tuple(sorted(self.ranks))
+        pieces = list(parts)
         if uses_buffer_pool(config):
             self._pool = self._windows.buffer_pool(group, buffer_nbytes(config), config.pooled_buffers)
             pieces += self._pool.pieces
@@ -115,7 +111,7 @@ class WindowTransfer(TokenTransfer):
             self._output_candidates = self._buffers(pieces, *of_combine)
         # The buffers whose indices all ranks have sent, until they leave the window: of dispatch, and of combine.
         self._wanted, self._wanted_outputs, self._wanted_received = (
-            ChosenBuffers(candidates, self._matrices.tensors[self.me][:, -1], self._error)
+            ChosenBuffers(candidates, self._matrices.tensors[self.me][:, -1], self._window.failure.error)
             for candidates in (self._candidates, self._output_candidates, self._received_candidates)
         )
 
@@ -130,9 +126,20 @@ class WindowTransfer(TokenTransfer):
         return buffers
 
     @classmethod
+    def window_nbytes(cls, config: DispatchConfig) -> int:
+        """Return the bytes of a rank's part of a window."""
+        return sum(round_up(nbytes, ALIGNMENT) for nbytes in cls.parts(config))
+
+    @classmethod
+    def parts(cls, config: DispatchConfig) -> tuple[int, ...]:
+        """Return the bytes of counts and the index of the wanted buffer, of the weights of rows, and of rows."""
+        return config.ranks * (config.bounds[-1] + 2) * 4, config.rows * 4, buffer_nbytes(config)
+
+    @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
         window = "window, which the dispatchers of these ranks share"
-        purposes = {**super().nbytes(config, chunk_capacity), window: window_size(window_nbytes(config), exact=True)}
+        purposes = super().nbytes(config, chunk_capacity)
+        purposes[window] = window_size(cls.window_nbytes(config), exact=True)
         if uses_buffer_pool(config):
             pooled = f"buffers that peers write rows into, pooled_buffers={config.pooled_buffers}"
             purposes[pooled] = config.pooled_buffers * buffer_nbytes(config)
@@ -171,15 +178,15 @@ class WindowTransfer(TokenTransfer):
         )  # fmt: skip
         repeated = self._repeated.get(key)
         if repeated is not None and ids.is_contiguous() and weights.stride(1) == 1:
-            groups, rows, matrix = repeated(x, ids, weights, out, weights_out, self._candidate(pooled))
+            tensors = repeated(x, ids, weights, out, weights_out, self._candidate(pooled))
             self._acquired()
             self._windows.check()
-            return out, DispatchRecord(weights_out, groups, rows, matrix)
+            return out, DispatchRecord.of(tensors)
         with recorded_launches() as launches:
             _, record = yield from super().dispatch(tokens, own)
         if ids.is_contiguous() and weights.stride(1) == 1 and len(self._repeated) < _MOST_REPEATED:
-            results = record.groups, record.rows, record.matrix
-            self._repeated[key] = RepeatedDispatch(launches, self._signals, ids, weights, weights_out, *results)
+            results = record.tensors()[1:]
+            self._repeated[key] = RepeatedDispatch(launches, self._signals, ids, weights, weights_out, results)
         return out, record
 
     def combine(
@@ -238,7 +245,12 @@ class WindowTransfer(TokenTransfer):
         if ids is None:
             self._acquire()
             return Shared((self._received if operation == DISPATCH else self._rows, own))
-        share = CountShare(self._matrices, self.me, self._candidate(self._pooled(own[0])), self._barrier(operation))
+        counted = self._share_counts(operation, ids, self._candidate(self._pooled(own[0])))
+        return Shared((self._wanted_received, own), counted, self._matrices.tensors[self.me])
+
+    def _share_counts(self, operation: int, ids: torch.Tensor, word: int) -> CountedPairs:
+        """Enter the window, and write the counts of `ids` and a word to all ranks."""
+        share = CountShare(self._matrices, self.me, word, self._barrier(operation))
         if share.barrier is None:
             self._acquire()
         counted = self._count(ids, share)
@@ -246,7 +258,7 @@ class WindowTransfer(TokenTransfer):
             self._signal("barrier", operation)
         else:
             self._acquired()
-        return Shared((self._wanted_received, own), counted, self._matrices.tensors[self.me])
+        return counted
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         yield from ()

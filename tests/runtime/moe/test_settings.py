@@ -22,7 +22,7 @@ from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
 from shardweave.runtime.moe.transfer import base, push, sendrecv
 from shardweave.runtime.moe.transfer.base import ROUTING
 from shardweave.runtime.moe.transfer.fixed import with_splits
-from shardweave.runtime.moe.transfer.window import WindowTransfer, window_nbytes
+from shardweave.runtime.moe.transfer.window import WindowTransfer
 
 
 def one(**given) -> DispatchConfig:
@@ -46,6 +46,7 @@ def one(**given) -> DispatchConfig:
         ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'fixed'"),
         ({"splits": "host", "chunk_capacity": 3}, "chunk_capacity: 3 with splits='host'; allowed: None"),
         ({"two_level": 1}, "two_level: 1; allowed: True, False, None"),
+        ({"dedupe": "rank"}, "dedupe: 'rank'; allowed: True, False, None"),
         ({"two_level": True, "splits": "fixed"}, "two_level: True with chunks of fixed size; allowed: False, None"),
         ({"nodes": [0, 1, 1]}, "nodes: of 3 ranks; allowed: one for each of 2"),
         ({"save": "all"}, "save: 'all'; allowed: 'buffer', 'redispatch', 'copy'"),
@@ -196,7 +197,7 @@ def test_memory_of_layers_with_windows(save: str, pooled: int) -> None:
     purposes = WindowTransfer.nbytes(config, None)
     once, each = WindowTransfer.layers_nbytes(config, None)
     rows, routing = config.rows * (64 * 4 + 4), purposes[ROUTING]
-    window = window_nbytes(config)
+    window = WindowTransfer.window_nbytes(config)
     window = max(window, 1 << 16)
     assert purposes["window, which the dispatchers of these ranks share"] == window
     if save == "redispatch":

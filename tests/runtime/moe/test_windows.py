@@ -26,7 +26,7 @@ import shardweave
 from shardweave import kernels
 from shardweave.kernels.signal import signal_kernel
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
-from shardweave.runtime.moe.transfer.window import window_nbytes
+from shardweave.runtime.moe.transfer.window import WindowTransfer
 from shardweave.runtime.statistics import stats
 from shardweave.runtime.transports.symmetric_memory.window import window_size
 
@@ -339,7 +339,8 @@ def explained(rank: int) -> str:
     layers = [TokenDispatcher(**SETTINGS, transport="symmetric_memory") for _ in range(3)]
     assert len({id(d.transfers[0]._window) for d in layers}) == 1, "layers share a window"
     larger = TokenDispatcher(**{**SETTINGS, "max_tokens": 900}, transport="symmetric_memory").transfers[0]._window
-    assert larger.nbytes == window_nbytes(replace(layers[0].config, max_tokens=900)), "no larger than needed"
+    needed = WindowTransfer.window_nbytes(replace(layers[0].config, max_tokens=900))
+    assert larger.nbytes == needed, "no larger than needed"
     text = layers[0].explain()
     dist.barrier()  # ranks that have ended cannot be mapped
     return text
@@ -351,26 +352,27 @@ def test_explain_states_window() -> None:
     # Counts of 7 words for 2 ranks, and 88 rows of 48 bytes and a weight, each from a multiple of 256 bytes on.
     rows = d.config.rows
     want = 256 + -(-rows * H * 2 // 256) * 256 + -(-rows * 4 // 256) * 256
-    assert window_nbytes(d.config) == want
+    assert WindowTransfer.window_nbytes(d.config) == want
     assert "symmetric_memory" in text and f"{window_size(want, exact=True):,}  window" in text, text
     assert f"{rows * H * 2:,}  buffers that peers write rows into, pooled_buffers=1" in text, text
 
 
-def on_a_gpu(rank: int) -> str:
-    return digest(rounds_of(rank, "symmetric_memory", device="cuda"))
+def on_a_gpu(rank: int, dedupe: bool) -> str:
+    return digest(rounds_of(rank, "symmetric_memory", device="cuda", dedupe=dedupe))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dedupe", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_processes_on_one_gpu(gpu: None, size: int) -> None:  # noqa: F811
-    collected = run_ranks(on_a_gpu, size, environment=ONE_GPU, timeout=300)
+def test_processes_on_one_gpu(gpu: None, size: int, dedupe: bool) -> None:  # noqa: F811
+    collected = run_ranks(on_a_gpu, size, dedupe, environment=ONE_GPU, timeout=300)
     # Compare on the same device: torch sums in other orders on CPUs.
     assert collected == [digest(rounds) for rounds in virtual_rounds(size, device="cuda")]
 
 
-def captured_on_a_gpu(rank: int) -> bool:
+def captured_on_a_gpu(rank: int, dedupe: bool) -> bool:
     """Dispatch and combine in one graph, replayed with other tokens."""
-    d = TokenDispatcher(**SETTINGS, device="cuda", transport="symmetric_memory")
+    d = TokenDispatcher(**SETTINGS, device="cuda", transport="symmetric_memory", dedupe=dedupe)
     tokens = [tokens_of(rank, 7, K, E, H, torch.bfloat16, "zipf", i) for i in range(3)]
     x, ids, weights = (getattr(tokens[0], name).cuda() for name in ("x", "ids", "weights"))
     stream = torch.cuda.Stream()
@@ -397,5 +399,6 @@ def captured_on_a_gpu(rank: int) -> bool:
 
 
 @pytest.mark.gpu
-def test_layer_in_cuda_graph(gpu: None) -> None:  # noqa: F811
-    assert run_ranks(captured_on_a_gpu, 2, environment=ONE_GPU, timeout=300) == [True, True]
+@pytest.mark.parametrize("dedupe", [False, True])
+def test_layer_in_cuda_graph(gpu: None, dedupe: bool) -> None:  # noqa: F811
+    assert run_ranks(captured_on_a_gpu, 2, dedupe, environment=ONE_GPU, timeout=300) == [True, True]
