@@ -66,7 +66,7 @@ class VirtualTokenDispatcher(TokenEngine):
             raise ArgumentError(f"nodes: {shown(nodes)} with one_sided=True; allowed: None, for one node")
         config = DispatchConfig(size, nodes, **settings)
         transport, ranks, device = InProcessTransport(one_sided), tuple(range(size)), device_of(device)
-        kind: type[TokenTransfer] = PushTransfer if one_sided else two_sided_transfer(config)
+        kind: type[TokenTransfer] = PushTransfer if one_sided else two_sided_transfer(config, True)
         with on_device(device):
             transfers = [kind(config, transport, ranks, r, device, config.fingerprint(0)) for r in ranks]
             super().__init__(config, transfers, "in process")
