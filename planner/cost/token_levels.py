@@ -12,6 +12,7 @@ PAIR_BYTES = 6
 """Bytes that travel with a token, for each of its K pairs, to the rank that forwards it: an expert and a weight."""
 _WEIGHT = 4
 _BARRIERS = 4  # inside a node, in a dispatch and a combine on two levels
+_INSIDE = 3  # messages of a pair of ranks of a node on two levels, where memory is not addressed: rows, weights, sums
 _ROUNDS_ONE, _ROUNDS_TWO = 4, 3  # messages of a pair of ranks: counts, rows, weights, sums; or counts, tokens, sums
 
 
@@ -34,17 +35,20 @@ class LevelPrices:
         return self.two < self.one
 
 
-def price_levels(nodes: Sequence[Hashable], tokens: int, top_k: int, row_bytes: int, topology: Topology) -> LevelPrices:
+def price_levels(
+    nodes: Sequence[Hashable], tokens: int, top_k: int, row_bytes: int, topology: Topology, pushed: bool = True
+) -> LevelPrices:
     """Estimate a dispatch and a combine of evenly routed tokens on the slowest node.
 
     With one level each (token, k) pair is a row of a message to its rank. With two a token is sent once to each node
-    that has an expert of it, is written to the ranks there, and returns as one sum.
+    that has an expert of it, is brought to the ranks there, and returns as one sum.
 
     Args:
         nodes: the node of each rank, of at least two nodes.
         tokens: the tokens of each rank.
         row_bytes: the bytes of a token.
         topology: its nodes are not used.
+        pushed: whether ranks of a node write into each other's memory; otherwise they exchange messages.
     """
     sizes, ranks, pairs = Counter(nodes), len(nodes), tokens * top_k
     reached = {node: 1 - (1 - size / ranks) ** top_k for node, size in sizes.items()}  # of a token
@@ -59,7 +63,7 @@ def price_levels(nodes: Sequence[Hashable], tokens: int, top_k: int, row_bytes: 
             "two": (sent, received, PAIR_BYTES * top_k, len(sizes) - 1, _ROUNDS_TWO),
         }
         # Rows are packed and sorted at both ends of a message; in a node's memory they are written and summed once.
-        copies = {"one": 8 * pairs, "two": 3 * pairs + 4 * tokens * elsewhere + 3 * tokens}
+        copies = {"one": 8 * pairs, "two": (3 if pushed else 8) * pairs + 4 * tokens * elsewhere + 3 * tokens}
         for name, (out, into, more, messages, rounds) in links.items():
             # Rows that go out come back as sums, so that both directions carry as much, but for what is beside rows.
             forth, back = out * (row_bytes + more) + into * row_bytes, into * (row_bytes + more) + out * row_bytes
@@ -68,7 +72,10 @@ def price_levels(nodes: Sequence[Hashable], tokens: int, top_k: int, row_bytes: 
             price = rounds * (link.latency_us + messages * link.message_us)
             price += nic / (topology.nics_per_node or size) / (link.gigabytes_per_s * 1e3)
             price += copies[name] * row_bytes / (topology.memory_gigabytes_per_s * 1e3)
-            if name == "two" and size > 1:
+            if name == "two" and not pushed:
+                moved = 2 * pairs * (size - 1) / size * row_bytes
+                price += topology.node.us(moved, _INSIDE * (size - 1)) + (_INSIDE - 1) * topology.node.latency_us
+            elif name == "two" and size > 1:
                 price += _BARRIERS * (topology.node.latency_us + (size - 1) * topology.node.message_us)
             prices[name] = max(prices[name], price)
             prices[f"{name}_bytes"] = max(prices[f"{name}_bytes"], back)

@@ -76,11 +76,11 @@ class DispatchRecord(NamedTuple):
     groups: Groups
     rows: TokenRows
     """With `chunks`, the rows in this rank's chunks, else those in the destinations' buffers. With `forwards` only
-    those on this node, whose ranks are the destinations."""
+    those on this node; without `chunks` its ranks are the destinations then."""
     matrix: torch.Tensor
     """int32 [W, S + 1]: pairs of each physical expert by source rank; the last column counts bad ids."""
     chunks: Chunks | None = None
-    """Two-sided transports only."""
+    """Two-sided transports only. With `forwards` those between the ranks of a node."""
     forwards: Forwards | None = None
     """On two levels only."""
     forwarded_pairs: Pairs | None = None
@@ -95,7 +95,7 @@ class DispatchRecord(NamedTuple):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors, `weights` first, for interfaces that take tensors only: autograd's and operators'."""
-        travel = self.chunks or self.forwards or self.deduped or ()
+        travel = *(self.chunks or ()), *(self.forwards or ()), *(self.deduped or ())
         return [self.weights, *self.groups, self.rows.key, self.rows.row, self.matrix, *travel]
 
     @classmethod
@@ -104,8 +104,9 @@ class DispatchRecord(NamedTuple):
         weights, *rest = tensors
         n = len(Groups._fields)
         groups, (key, row, matrix, *travel) = rest[:n], rest[n:]
-        chunks = Chunks(*travel) if len(travel) == len(Chunks._fields) else None
-        forwards = Forwards(*travel) if len(travel) == len(Forwards._fields) else None
+        of_chunks, of_forwards = len(Chunks._fields), len(Forwards._fields)
+        chunks = Chunks(*travel[:of_chunks]) if len(travel) in (of_chunks, of_chunks + of_forwards) else None
+        forwards = Forwards(*travel[-of_forwards:]) if len(travel) >= of_forwards else None
         deduped = Deduped(*travel) if len(travel) == len(Deduped._fields) else None
         rows = TokenRows(key, row, pairs[0])
         return cls(weights, Groups(*groups), rows, matrix, chunks, forwards, pairs[1], deduped)
@@ -169,7 +170,7 @@ def empty_record(
         row=empty(most, k),
         weights=empty(most, k, dtype=torch.float32),
     )
-    return DispatchRecord(weights, groups, rows, matrix, None, forwards)
+    return DispatchRecord(weights, groups, rows, matrix, chunks, forwards)
 
 
 def empty_deduped(config: DispatchConfig, key: torch.Tensor) -> Deduped:

@@ -36,7 +36,7 @@ from .routed import RoutedTokens
 from .transfer.base import BACKGROUND, COMBINE, DISPATCH, OPERATIONS, Steps, TokenTransfer
 from .transfer.dedupe import DedupedTransfer, with_dedupe
 from .transfer.fixed import with_splits
-from .transfer.levels import two_sided_transfer, with_levels
+from .transfer.levels import pushed_inside, two_sided_transfer, with_levels
 from .transfer.push import PushTransfer
 from .transfer.window import WindowTransfer
 from .validate import check_combine, check_dispatch, packed_tokens
@@ -192,7 +192,8 @@ class TokenDispatcher(TokenEngine):
         self._descriptions |= {o + BACKGROUND: f"{OPERATIONS[o]}_start of {description}" for o in (DISPATCH, COMBINE)}
         text = f"token dispatch, {config.num_experts} experts, hidden {config.hidden}"
         self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
-        kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else two_sided_transfer(config)
+        pushed = pushed_inside(config, device, name)
+        kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else two_sided_transfer(config, pushed)
         if self._transport.one_sided and self._transport.windows is not None:
             kind = DedupedTransfer if config.dedupe else WindowTransfer
         self._order = order_on(device)
@@ -233,7 +234,9 @@ class TokenDispatcher(TokenEngine):
             self._transport, name = chosen, chosen.name
             if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
                 config = replace(config, nodes=current_transports().machines.nodes_of(ranks))
-            if device.type == "cuda" and not chosen.one_sided and config.splits is None:
+            # Chunks of fixed size travel on one level.
+            one_level = not config.two_level or config.nodes is None
+            if device.type == "cuda" and not chosen.one_sided and config.splits is None and one_level:
                 config, why = with_splits(config, current_transports().machines.nodes_of(ranks))
             if not chosen.one_sided:
                 topology = partial(current_transports().machines.find_topology, tuple(sorted(ranks)), device)

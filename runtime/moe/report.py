@@ -104,7 +104,7 @@ def on_wire(
     two levels only bytes between nodes count.
     """
     if algorithm.two_level:
-        return _between_nodes(config)
+        return _between_nodes(config, algorithm.in_chunks)
     row, others = config.hidden * config.dtype.itemsize, config.ranks - 1
     # For each physical expert this rank's count, and its bad ids.
     counts = others * (config.bounds[-1] + 1 + algorithm.extra_words) * 4
@@ -143,8 +143,8 @@ def _once_per_rank(config: DispatchConfig, counts: int, row: int, again: int) ->
     }
 
 
-def _between_nodes(config: DispatchConfig) -> dict[str, tuple[int, int]]:
-    """Return `on_wire` of two levels."""
+def _between_nodes(config: DispatchConfig, in_chunks: bool) -> dict[str, tuple[int, int]]:
+    """Return `on_wire` of two levels; in_chunks: a rank sends its counts to all ranks of other nodes."""
     ranks, k = config.node_ranks, config.top_k
     assert ranks is not None
     shares = [len(members) / config.ranks for members in ranks.members]
@@ -153,8 +153,9 @@ def _between_nodes(config: DispatchConfig) -> dict[str, tuple[int, int]]:
     most = config.max_tokens * min(k, len(shares) - 1)
     row = config.hidden * config.dtype.itemsize
     again = row if config.save == "redispatch" else 0
+    peers = config.ranks - min(map(len, ranks.members)) if in_chunks else len(shares) - 1
     per_token = {
-        "dispatch": (config.dispatched_nbytes + pair_words(k) * 4, (len(shares) - 1) * (config.bounds[-1] + 2) * 4),
+        "dispatch": (config.dispatched_nbytes + pair_words(k) * 4, peers * (config.bounds[-1] + 2) * 4),
         "combine": (row, 0),
         "backward of combine": (row + 4 * k + again, 0),
         "backward of dispatch": (row + 4 * k, 0),

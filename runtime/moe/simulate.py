@@ -70,7 +70,7 @@ class VirtualTokenDispatcher(TokenEngine):
         if config.dedupe:
             raise UnsupportedError("dedupe: True, but virtual ranks have no windows; allowed: False, None")
         transport, ranks, device = InProcessTransport(one_sided), tuple(range(size)), device_of(device)
-        kind: type[TokenTransfer] = PushTransfer if one_sided else two_sided_transfer(config)
+        kind: type[TokenTransfer] = PushTransfer if one_sided else two_sided_transfer(config, True)
         with on_device(device):
             transfers = [kind(config, transport, ranks, r, device, config.fingerprint(0)) for r in ranks]
             super().__init__(config, transfers, "in process")

@@ -48,7 +48,7 @@ def least(shape: Shape, host_of: list[int], bounds: tuple[int, ...], each: int) 
     return into
 
 
-def dispatched(rank: int, shape: Shape, host_of: list[int]) -> dict[str, Any]:
+def dispatched(rank: int, shape: Shape, host_of: list[int], transport: str | None = None) -> dict[str, Any]:
     """A rank's bits on both levels, and the bytes into its host: counted and least, without and with backward."""
     t = given(shape, rank)
     bits: dict[bool | None, list[bytes]] = {}
@@ -56,7 +56,7 @@ def dispatched(rank: int, shape: Shape, host_of: list[int]) -> dict[str, Any]:
     for two_level in (False, None):
         dispatcher = shardweave.TokenDispatcher(
             num_experts=shape.experts, top_k=shape.k, hidden=shape.hidden, max_tokens=max(shape.counts),
-            dtype=shape.dtype, two_level=two_level,
+            dtype=shape.dtype, two_level=two_level, transport=transport,
         )  # fmt: skip
         x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
 
@@ -83,14 +83,16 @@ def dispatched(rank: int, shape: Shape, host_of: list[int]) -> dict[str, Any]:
     assert_near(of_weights, (wide[0] * wide[2]).sum(1, keepdim=True) * (t.ids >= 0), torch.float32, f"dw of {rank}")
     row = shape.hidden * shape.dtype.itemsize
     found["least forward"] = least(shape, host_of, bounds, row)[host_of[rank]]
-    found["counts"] = (len(set(host_of)) - 1) * (bounds[-1] + 2) * 4
+    # By messages inside a host each rank has the counts of all.
+    receivers = len(set(host_of)) - 1 if transport is None else sum(host != host_of[rank] for host in host_of)
+    found["counts"] = receivers * (bounds[-1] + 2) * 4
     return found
 
 
-def check_bytes(start_hosts: Callable[..., Hosts], ranks: list[list[int]], shape: Shape) -> None:
+def check_bytes(start_hosts: Callable[..., Hosts], ranks: list[list[int]], shape: Shape, transport: str | None) -> None:
     host_of = [next(h for h, own in enumerate(ranks) if rank in own) for rank in range(sum(map(len, ranks)))]
     with start_hosts(ranks, gigabits=10.0) as hosts:
-        found = hosts.run(dispatched, shape, host_of, timeout=300)
+        found = hosts.run(dispatched, shape, host_of, transport, timeout=300)
     pair_bytes = 4 * (shape.k + (shape.k + 1) // 2)  # of a token, beside its row: experts and weights of its pairs
     row = shape.hidden * shape.dtype.itemsize
     for host, own in enumerate(ranks):
@@ -109,7 +111,7 @@ def test_token_crosses_once_per_host(start_hosts: Callable[..., Hosts]) -> None:
     shape = Shape((256,), 512, 4, 32, torch.float32, "uniform")
     host_of = [0, 0, 1, 1]
     with start_hosts(TWO, gigabits=10.0) as hosts:
-        found = hosts.run(dispatched, shape, host_of)
+        found = [of_rank for t in (None, "process_group") for of_rank in hosts.run(dispatched, shape, host_of, t)]
     for of_rank in found:
         assert of_rank["least forward"] <= of_rank["forward"] <= 1.15 * of_rank["least forward"]
         assert 2 * of_rank["least forward"] <= of_rank["both"] <= 1.15 * 2 * of_rank["least forward"]
@@ -127,5 +129,8 @@ def test_token_crosses_once_per_host(start_hosts: Callable[..., Hosts]) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_bytes_of_hosts_are_least(ranks: list[list[int]], shape: Shape, start_hosts: Callable[..., Hosts]) -> None:
-    check_bytes(start_hosts, ranks, shape)
+@pytest.mark.parametrize("transport", [None, "process_group"])
+def test_bytes_of_hosts_are_least(
+    ranks: list[list[int]], shape: Shape, transport: str | None, start_hosts: Callable[..., Hosts]
+) -> None:
+    check_bytes(start_hosts, ranks, shape, transport)

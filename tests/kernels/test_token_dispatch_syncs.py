@@ -15,10 +15,12 @@ from moe_reference import tokens_of
 from sync_guard import SyncGuard, SyncRefused
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardweave.runtime.moe import simulate
 from shardweave.runtime.moe.activation import silu_and_mul
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer import sendrecv
+from shardweave.runtime.moe.transfer import sendrecv, two_level, two_level_sendrecv
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
+from shardweave.runtime.moe.transfer.two_level_sendrecv import TwoLevelSendRecvTransfer
 from shardweave.runtime.statistics import stats
 
 K, E, H = 3, 5, 16
@@ -86,14 +88,19 @@ SETTINGS = [
 
 
 PUSHED, EXACT, FIXED = {"one_sided": True}, {"one_sided": False}, {"one_sided": False, "chunk_capacity": 5}
+TWO_LEVELS = {"one_sided": False, "nodes": [0, 1, 1], "two_level": True}
 
 
-@pytest.mark.parametrize("algorithm", [PUSHED, EXACT, FIXED], ids=str)
+@pytest.mark.parametrize("algorithm", [PUSHED, EXACT, FIXED, TWO_LEVELS], ids=str)
 def test_dispatch_does_not_synchronise(device, algorithm, monkeypatch):
     """Except for the one read of counts with chunks of exact size."""
-    if algorithm is EXACT and device == "cpu":
-        monkeypatch.setattr(sendrecv, "_sizes", on_the_host(sendrecv._sizes))
-    elif algorithm is EXACT:
+    reads = algorithm in (EXACT, TWO_LEVELS)
+    if algorithm is TWO_LEVELS:
+        monkeypatch.setattr(simulate, "two_sided_transfer", lambda config, pushed: TwoLevelSendRecvTransfer)
+    if reads and device == "cpu":
+        for module, name in ((sendrecv, "_sizes"), (two_level, "_sizes"), (two_level_sendrecv, "_total")):
+            monkeypatch.setattr(module, name, on_the_host(getattr(module, name)))
+    elif reads:
         monkeypatch.setattr(SendRecvTransfer, "_read", read_unguarded(SendRecvTransfer._read))
     for number, given in enumerate(SETTINGS):
         given = {**given, "overflow": "drop"} if algorithm is FIXED else given
@@ -109,7 +116,7 @@ def test_dispatch_does_not_synchronise(device, algorithm, monkeypatch):
         assert device == "cuda" or guard.seen["copy_"] and guard.seen["empty"], guard.seen
         assert all(torch.equal(a, b) for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True))
         # Three ranks, warm and guarded.
-        assert stats().host_reads.total() - before == (6 if algorithm is EXACT else 0)
+        assert stats().host_reads.total() - before == (6 if reads else 0)
         d.check()
 
 

@@ -114,7 +114,7 @@ class FixedTransfer(SendRecvTransfer):
             for values, x in zip(given, returned, strict=True)
         ]
         yield from self._exchange(operation, packed, self._sizes, returned, self._sizes, self._capacity)
-        return read([Buffers([x] * self.config.ranks, self.tables) for x in returned])
+        return read(self._as_destinations(returned))
 
 
 def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTransfer]]:

@@ -95,6 +95,20 @@ class SendRecvTransfer(TokenTransfer):
         """
         ends = groups.limit.cumsum(0)
         sent = torch.nn.functional.pad(ends, (1, 0))
+        received, padding, places = self._arrivals(matrix, groups)
+        pairs = torch.nn.functional.pad(matrix[:, :-1].cumsum(1), (1, 0))[:, self._bounds].diff()  # [W, W]
+        sizes = torch.cat((sent[self._bounds].diff(), received, padding, pairs.amax().view(1)))
+        return sizes, places, sent[:-1].int()
+
+    def _arrivals(
+        self, matrix: torch.Tensor, groups: Groups, order: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows from each source, int64 [W], the padding rows of this rank's buffer, int64 [1], and
+        `Chunks.places`.
+
+        Args:
+            order: int64 [W], the sources in the order in which their rows arrive; default: ascending.
+        """
         # For the own physical experts, by source: earlier sources' rows, this source's kept rows, where they begin.
         low, high = self.config.bounds[self.me : self.me + 2]
         counts = matrix[:, low:high].long()
@@ -102,23 +116,29 @@ class SendRecvTransfer(TokenTransfer):
         received = torch.minimum((groups.counts - before).clamp(min=0), counts)
         first = groups.offsets - groups.padded_counts
         padding = groups.padded_counts - groups.counts
-        pairs = torch.nn.functional.pad(matrix[:, :-1].cumsum(1), (1, 0))[:, self._bounds].diff()  # [W, W]
-        sizes = torch.cat((sent[self._bounds].diff(), received.sum(1), padding.sum().view(1), pairs.amax().view(1)))
+        sums = received.sum(1), padding.sum().view(1)
+        before = first + before
+        if order is not None:
+            received, before = received[order], before[order]
         # Rows arrive in runs of one source and expert; the padding of each group follows as one run more.
-        begins = torch.cat(((first + before).flatten(), first + groups.counts))
+        begins = torch.cat((before.flatten(), first + groups.counts))
         lengths = torch.cat((received.flatten(), padding))
         if not len(lengths):
-            return sizes, torch.zeros_like(self._row), sent[:-1].int()
+            return *sums, torch.zeros_like(self._row)
         run_ends = lengths.cumsum(0)
         run = torch.searchsorted(run_ends, self._row, right=True).clamp_(max=len(lengths) - 1)
         places = begins[run] + self._row - (run_ends - lengths)[run]
-        return sizes, torch.where(self._row < run_ends[-1], places, 0), sent[:-1].int()
+        return *sums, torch.where(self._row < run_ends[-1], places, 0)
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         assert delivery.record.chunks is not None
+        yield from self._bring(delivery, self._packed(delivery, sum(_sizes(delivery.record.chunks)[0])))
+
+    def _bring(self, delivery: Delivery, packed: Sequence[torch.Tensor]) -> Steps[None]:
+        """Exchange chunks, and store the received rows in their groups."""
+        assert delivery.record.chunks is not None
         sends, receives, padded, most = _sizes(delivery.record.chunks)
         places, padding = delivery.record.chunks.places[: sum(receives) + padded].tensor_split([sum(receives)])
-        packed = self._packed(delivery, sum(sends))
         received = [self._empty((len(places), *x.shape[1:]), x.dtype) for x in packed]
         yield from self._exchange(delivery.operation, packed, sends, received, receives, most)
         for rows, buffer in zip(received, delivery.into, strict=True):
@@ -130,14 +150,21 @@ class SendRecvTransfer(TokenTransfer):
     def _packed(self, delivery: Delivery, number: int) -> list[torch.Tensor]:
         """Return all chunks that this rank sends: rows, [number, H], and weights, [number], if there are any."""
         _, record, x, _, weights, _ = delivery
-        ranks, packed, weight_buffers = self.config.ranks, [self._empty((number, x.shape[1]), x.dtype)], None
-        if weights is not None:
-            packed.append(self._empty((number,), torch.float32))
-            weight_buffers = Buffers([packed[1]] * ranks, self.tables)
-        row_buffers = Buffers([packed[0]] * ranks, self.tables)
+        packed = self._new_chunks(delivery, number)
+        rows, *numbers = self._as_destinations(packed)
+        of_weights = numbers[0] if numbers else None
         # A chunk has no padding.
-        push_rows(x, record.rows, row_buffers, record.groups, self.me, weights, weight_buffers, 0, self._launch_of(x))
+        push_rows(x, record.rows, rows, record.groups, self.me, weights, of_weights, 0, self._launch_of(x))
         return packed
+
+    def _new_chunks(self, delivery: Delivery, number: int) -> list[torch.Tensor]:
+        """Return memory for chunks of `number` rows in all, and of weights, if there are any."""
+        chunks = [self._empty((number, delivery.x.shape[1]), delivery.x.dtype)]
+        return chunks if delivery.weights is None else [*chunks, self._empty((number,), torch.float32)]
+
+    def _as_destinations(self, chunks: Sequence[torch.Tensor]) -> list[Buffers]:
+        """Return chunks as the buffers of all destinations."""
+        return [Buffers([chunk] * self.config.ranks, self.tables) for chunk in chunks]
 
     def _fetch(
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
@@ -147,7 +174,7 @@ class SendRecvTransfer(TokenTransfer):
         returned = [self._empty((sum(sends), *values.shape[1:]), values.dtype) for values in given]
         packed = [values.index_select(0, record.chunks.places[: sum(receives)]) for values in given]
         yield from self._exchange(operation, packed, receives, returned, sends, most)
-        return read([Buffers([x] * self.config.ranks, self.tables) for x in returned])
+        return read(self._as_destinations(returned))
 
     def _exchange(
         self,

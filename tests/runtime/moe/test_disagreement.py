@@ -150,20 +150,3 @@ def test_disagreement_is_raised(transport):
     by_rank = run_ranks(every_case, RANKS, transport, environment=environment)
     for case, outcomes in zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True):
         assert CASES[case](outcomes.copy()), f"{case.__name__}: {outcomes}"
-
-
-def two_levels_on_one_rank(rank: int) -> str:
-    try:
-        dispatcher("process_group", two_level=True if rank == 1 else None).dispatch(*tokens(rank))
-    except (UnsupportedError, TransportError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-@pytest.mark.multi
-def test_two_levels_that_one_rank_cannot_have_are_told_to_peers() -> None:
-    environment = {"SHARDWEAVE_TIMEOUT": "40", "SHARDWEAVE_NODE_SIZE": "2"}
-    outcomes = run_ranks(two_levels_on_one_rank, RANKS, environment=environment)
-    assert outcomes.pop(1).startswith("UnsupportedError: two_level: True, but ranks of a node do not"), outcomes
-    assert {text.partition(":")[0] for text in outcomes} <= REPORTED, outcomes
-    assert any("rank 1 refused its arguments" in text and "two_level: True, but" in text for text in outcomes), outcomes

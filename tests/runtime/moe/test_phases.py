@@ -81,7 +81,8 @@ def test_phases_equal_one_phase(size):
 def on_each_level(rank: int) -> list[list[bytes]]:
     torch.set_num_threads(1)
     poisoned()
-    return [phased_rounds(rank, "hierarchical", two_level=two_level) for two_level in (False, True)]
+    transports = ("hierarchical", False), ("hierarchical", True), ("process_group", True)
+    return [phased_rounds(rank, transport, two_level=two_level) for transport, two_level in transports]
 
 
 @pytest.mark.multi
@@ -90,7 +91,7 @@ def test_phases_between_nodes():
     want = virtual_rounds(4, nodes=[0, 0, 1, 1])
     for rank, levels in enumerate(by_rank):
         for level, rounds in enumerate(levels):
-            assert rounds == want[rank], f"rank {rank}, {level + 1} levels"
+            assert rounds == want[rank], f"rank {rank}, case {level}"
 
 
 def test_phases_of_virtual_ranks():

@@ -14,8 +14,9 @@ from rank_processes import run_ranks
 from test_processes import poisoned as poison_shared_memory
 from test_processes import rounds_of, virtual_rounds
 
-from shardweave.errors import ArgumentError, DisagreementError, UnsupportedError
+from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import NVLINK_INFINIBAND, MachineFigures, found_topology, price_levels
+from shardweave.runtime.moe import simulate
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.node_ranks import NodeRanks, numbered
@@ -23,7 +24,8 @@ from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer
 from shardweave.runtime.moe.transfer.levels import with_levels
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
-from shardweave.runtime.moe.transfer.two_level import TwoLevelTransfer
+from shardweave.runtime.moe.transfer.two_level_push import TwoLevelPushTransfer
+from shardweave.runtime.moe.transfer.two_level_sendrecv import TwoLevelSendRecvTransfer
 from shardweave.runtime.statistics import stats
 from shardweave.runtime.transports import in_process
 from shardweave.runtime.transports.comm_requests import Transfer
@@ -31,7 +33,7 @@ from shardweave.runtime.transports.in_process import InProcessTransport
 
 CPU = torch.device("cpu")
 KINDS = {
-    "two levels": {"two_level": True}, "one level": {"two_level": False},
+    "two levels": {"two_level": True}, "two levels in chunks": {"two_level": True}, "one level": {"two_level": False},
     "fixed chunks": {"two_level": False, "splits": "fixed"},
 }  # fmt: skip
 
@@ -44,6 +46,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
 
     monkeypatch.setattr(InProcessTransport, "empty", empty)
+
+
+def virtual(nodes: Sequence[int], in_chunks: bool = False, **settings: Any) -> VirtualTokenDispatcher:
+    """A dispatcher of ranks on nodes; in_chunks: on two levels, ranks of a node exchange messages."""
+    choose = simulate.two_sided_transfer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulate, "two_sided_transfer", lambda config, pushed: choose(config, pushed and not in_chunks))
+        return VirtualTokenDispatcher(len(nodes), one_sided=False, nodes=nodes, **settings)
 
 
 def raw(x: torch.Tensor) -> bytes:
@@ -94,10 +104,11 @@ def check_case(
     experts, hidden, dtype = settings["num_experts"], settings["hidden"], settings["dtype"]
     matrices, found = matrices_of(experts, hidden, dtype), {}
     for kind, given in KINDS.items():
-        d = VirtualTokenDispatcher(len(nodes), one_sided=False, nodes=nodes, **settings, **given)
-        transfer = FixedTransfer if "splits" in given else SendRecvTransfer
-        several = len(set(nodes)) > 1
-        assert type(d.transfers[0]) is (TwoLevelTransfer if given["two_level"] and several else transfer)
+        d = virtual(nodes, "in chunks" in kind, **settings, **given)
+        transfer: type = FixedTransfer if "splits" in given else SendRecvTransfer
+        if given["two_level"] and len(set(nodes)) > 1:
+            transfer = TwoLevelSendRecvTransfer if "in chunks" in kind else TwoLevelPushTransfer
+        assert type(d.transfers[0]) is transfer
         found[kind] = trained(d, tokens, matrices, weighted, add)
     want = found["two levels"]
     for kind, results in found.items():
@@ -145,9 +156,10 @@ def test_two_levels_equal_one_level_and_dense(
 
 
 @pytest.mark.long
-def test_random_nodes_tokens_and_settings() -> None:
-    draw = random.Random(5)
-    for seed in range(150):
+@pytest.mark.parametrize("first", range(0, 150, 30))
+def test_random_nodes_tokens_and_settings(first: int) -> None:
+    draw = random.Random(first)
+    for seed in range(first, first + 30):
         size = draw.randint(2, 7)
         nodes = [draw.randrange(draw.randint(1, size)) for _ in range(size)]
         experts, k = draw.choice([1, 3, 8, 20]), draw.randint(1, 5)
@@ -200,15 +212,18 @@ def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 @pytest.mark.parametrize("routing", ["uniform", "hot rank", "none"])
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 1, 2, 2, 0]], ids=str)
 @pytest.mark.parametrize("capacity", [None, 1])
+@pytest.mark.parametrize("in_chunks", [False, True])
 def test_bytes_between_ranks_equal_floor(
-    nodes: list[int], routing: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+    nodes: list[int], routing: str, capacity: int | None, in_chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token with a row on another node crosses once, to one rank of it, and its sum returns; likewise gradients."""
+    """A token with a row on another node crosses once, to one rank of it, and its sum returns; likewise gradients.
+    Where ranks of a node exchange messages, dropped rows count, too, since they are not known before tokens are sent,
+    and each rank has the counts of all."""
     experts, k, hidden, size = 12, 3, 16, len(nodes)
     counts = [5 + r for r in range(size)]
     settings = settings_of(experts, k, hidden, max(counts), torch.float32, expert_capacity=capacity, overflow="drop")
     tokens = [tokens_of(r, n, k, experts, hidden, torch.float32, routing) for r, n in enumerate(counts)]
-    d = VirtualTokenDispatcher(size, one_sided=False, nodes=nodes, two_level=True, **settings)
+    d = virtual(nodes, in_chunks, two_level=True, **settings)
     sent = sent_bytes(monkeypatch)
     trained(d, tokens, matrices_of(experts, hidden, torch.float32), True, False)
     node_of_expert = [nodes[e // (experts // size)] for e in range(experts)]
@@ -220,18 +235,22 @@ def test_bytes_between_ranks_equal_floor(
         for ids in t.ids.tolist():
             reached = set()
             for e in ids:
-                if e >= 0 and (capacity is None or kept[e] < capacity):
+                if e >= 0 and (in_chunks or capacity is None or kept[e] < capacity):
                     reached.add(node_of_expert[e])
                     kept[e] += 1
             there.append(reached)
         for node in set(nodes) - {nodes[rank]}:
             peer, number = ranks.forwarder(rank, node), sum(node in reached for reached in there)
-            dropping = 8 if capacity is not None and routing != "none" else 0
+            dropping = 8 if capacity is not None and routing != "none" and not in_chunks else 0
             # Rows, and per pair 6 bytes of expert and weight, of which two share a word; counts, and a gradient of
             # each weight, twice: of combined and of received rows.
-            want[rank, peer] += number * (2 * 4 * hidden + 4 * (k + 2)) + (experts + 2) * 4 + dropping
+            want[rank, peer] += number * (2 * 4 * hidden + 4 * (k + 2)) + dropping
+            for other in [r for r in range(size) if nodes[r] == node] if in_chunks else [peer]:
+                want[rank, other] += (experts + 2) * 4
             want[peer, rank] += number * (2 * 4 * hidden + 2 * 4 * k)
-    assert {pair: n for pair, n in sent.items() if n} == {pair: n for pair, n in want.items() if n}
+    between = {(a, b): n for (a, b), n in sent.items() if n and nodes[a] != nodes[b]}
+    assert between == {pair: n for pair, n in want.items() if n}
+    assert in_chunks or sum(between.values()) == sum(sent.values())
 
 
 def test_ranks_take_turns_in_forwarding() -> None:
@@ -266,9 +285,9 @@ def test_levels_are_chosen_by_price() -> None:
     for given, transport, device, text in (
         ({"two_level": True}, "hierarchical", CPU, "levels: two, requested"),
         ({"two_level": False}, "hierarchical", CPU, "levels: one, requested"),
-        ({}, "process_group", CPU, "levels: one, ranks of a node do not write into each other's memory by process"),
+        ({"two_level": True}, "process_group", torch.device("cuda"), "levels: two, requested"),
         ({"splits": "fixed"}, "hierarchical", CPU, "levels: one, chunks have a fixed size"),
-        ({}, "process_group", torch.device("cuda"), "levels: one, tokens are on cuda"),
+        ({"splits": "fixed"}, "process_group", torch.device("cuda"), "levels: one, chunks have a fixed size"),
     ):
         # Ranks on which the request is given publish their figures, too: others may wait for them.
         asked: list[None] = []
@@ -278,8 +297,21 @@ def test_levels_are_chosen_by_price() -> None:
     config, why = with_levels(config_of(), CPU, "hierarchical", lambda: None)
     assert why == "levels: one, the machines of the ranks are not known" and config.two_level is False
     assert with_levels(config_of(nodes=None), CPU, "shared_memory", pytest.fail) == (config_of(nodes=None), "")
-    with pytest.raises(UnsupportedError, match="two_level: True, but ranks of a node do not write into each other's"):
-        with_levels(config_of(two_level=True), CPU, "process_group", pytest.fail)
+
+
+@pytest.mark.plan
+def test_levels_of_gpus_are_chosen_by_price() -> None:
+    """Eight experts of a token and two nodes of eight GPUs: half of 8 rows cross, or one. With one expert as many."""
+    nodes = [rank // 8 for rank in range(16)]
+    topology, cuda = found_topology(nodes, [MachineFigures("H100", "RDMA", 8)]), torch.device("cuda")
+    settings = {"num_experts": 256, "hidden": 7168, "max_tokens": 4096, "dtype": torch.bfloat16}
+    for name in ("process_group", "hierarchical symmetric_memory"):
+        for top_k, two in ((8, True), (1, False)):
+            config, why = with_levels(DispatchConfig(16, nodes, top_k=top_k, **settings), cuda, name, lambda: topology)
+            assert config.two_level is two and " us and " in why and "on one, with even routing" in why, why
+    # Messages inside a node cost more than memory there.
+    pushed, sent = (price_levels(nodes, 4096, 8, 14336, NVLINK_INFINIBAND, pushed) for pushed in (True, False))
+    assert pushed.one == sent.one and pushed.two < sent.two < sent.one and pushed.two_bytes == sent.two_bytes
 
 
 @pytest.mark.plan
@@ -314,17 +346,15 @@ def test_virtual_dispatcher_refuses_nodes() -> None:
 
 
 def test_host_reads_as_often_as_on_one_level() -> None:
-    reads = []
-    for two_level in (False, True):
-        d = VirtualTokenDispatcher(
-            4, one_sided=False, nodes=[0, 0, 1, 1], two_level=two_level, **settings_of(4, 2, 8, 4, torch.float32)
-        )
+    reads, settings = [], settings_of(4, 2, 8, 4, torch.float32, expert_capacity=3, overflow="drop")
+    for two_level, in_chunks in ((False, False), (True, False), (True, True)):
+        d = virtual([0, 0, 1, 1], in_chunks, two_level=two_level, **settings)
         t = tokens_of(0, 4, 2, 4, 8, torch.float32, "uniform")
         before = stats().host_reads.total()
         routed = d.dispatch([t.x] * 4, [t.ids] * 4, [t.weights] * 4)
         d.combine([r.x for r in routed], routed)
         reads.append(stats().host_reads.total() - before)
-    assert reads == [4, 4]
+    assert reads == [4, 4, 4]
 
 
 def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], str]:
@@ -333,6 +363,11 @@ def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], s
     for more in ({"two_level": False}, {"chunk_capacity": 12 * 3}, {"save": "redispatch"}):
         again = rounds_of(rank, transport, **more)
         assert again == bits, more
+    # By messages inside a node as well.
+    text = TokenDispatcher(**settings_of(5, 3, 24, 12, torch.bfloat16), transport="process_group").explain()
+    assert "levels: two, the cheaper on" in text
+    for more in ({}, {"save": "redispatch"}, {"two_level": True, "save": "copy"}):
+        assert rounds_of(rank, "process_group", **more) == bits, more
     return bits, TokenDispatcher(**settings_of(5, 3, 24, 12, torch.bfloat16), transport=transport).explain()
 
 
@@ -368,11 +403,10 @@ def test_ranks_with_other_levels_disagree() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("save", ["buffer", "copy"])
-def test_compiled_equals_eager(save: str) -> None:
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_compiled_equals_eager(save: str, in_chunks: bool) -> None:
     torch._dynamo.reset()
-    d = VirtualTokenDispatcher(
-        3, one_sided=False, nodes=[0, 1, 1], two_level=True, save=save, **settings_of(4, 2, 8, 6, torch.float32)
-    )
+    d = virtual([0, 1, 1], in_chunks, two_level=True, save=save, **settings_of(4, 2, 8, 6, torch.float32))
     tokens = [tokens_of(r, 2 * r + 1, 2, 4, 8, torch.float32, "holes") for r in range(3)]
 
     def layer(xs: list[torch.Tensor], weights: list[torch.Tensor]) -> list[torch.Tensor]:

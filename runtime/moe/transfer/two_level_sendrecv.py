@@ -1,0 +1,203 @@
+"""TwoLevelSendRecvTransfer: two levels on a two-sided transport; inside a node rows travel in chunks of exact size.
+
+A rank sends its counts to every other rank, with the number of tokens that it will send to their node. From these the
+device lays out all chunks inside its node: those of a rank for another one hold the rows of its own tokens, then those
+of the tokens that it forwards, by source; each in order of physical expert, token and k. The host reads the sizes of
+all messages once per dispatch, and nothing else waits for the device.
+
+The number of tokens is sent before anyone knows which rows are dropped. So a token is sent to a node that has experts
+of it even if all of its rows there are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ....kernels import Buffers, CountedPairs, TokenRows, group_rows, locate_rows
+from ..config import DispatchConfig
+from ..dispatch_record import Chunks, DispatchRecord, Tokens
+from .base import DISPATCH, Delivery, Steps, copied
+from .chunk_exchange import Rows
+from .sendrecv import SendRecvTransfer
+from .two_level import COUNTS, Sent, TwoLevelTransfer, most_forwarded
+
+
+class _Counts(NamedTuple):
+    """What a rank knows of a dispatch before it has routed its tokens."""
+
+    pairs: CountedPairs
+    matrix: torch.Tensor
+    """int32 [W, S + 1]: all ranks' counts."""
+    by_node: torch.Tensor
+    """bool [nodes - 1, T]: which tokens have a pair on each other node."""
+    numbers: torch.Tensor
+    """int64 [sources]: the tokens that this rank receives of each source."""
+
+
+class _Forwarding(NamedTuple):
+    """The chunks' rows of forwarded tokens."""
+
+    numbers: torch.Tensor
+    """As of `_Counts`."""
+    start: torch.Tensor
+    """int64 [sources, S]: the first row of each source's pairs of each physical expert."""
+    kept: torch.Tensor
+    """int64 [sources, S]: how many these are."""
+
+
+class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
+    """Ranks of a node send and receive chunks of exact size."""
+
+    algorithm = (
+        "each token once per node that has experts of it, and one sum back; inside a node one chunk of exact size per "
+        "pair of ranks; the host reads the sizes once per dispatch"
+    )
+
+    @classmethod
+    def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
+        purposes = super().nbytes(config, chunk_capacity)
+        # Chunks have the rows of forwarded tokens, too.
+        (chunks,) = [purpose for purpose in purposes if purpose.startswith("chunks")]
+        row = max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes, config.combined_nbytes)
+        return {**purposes, chunks: purposes[chunks] + most_forwarded(config) * config.top_k * row}
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        ranks, count = self.config.node_ranks, self.physical_experts.count
+        assert ranks is not None
+        self._at = self.me
+        # Who brings the rows of each rank to this node's ranks: itself, or the one that forwards them.
+        bringer = [ranks.forwarder(r, self._node) if n != self._node else r for r, n in enumerate(ranks.nodes)]
+        order = [r for member in self._members for r in (member, *ranks.sources(member))]
+        with torch.inference_mode(False):
+            self._set_inside(self.physical_experts)
+            # The ranks whose rows this one brings to its node.
+            self._brought = self._numbers([self.me, *self._sources])
+            self._bringer, self._arrival_order = self._numbers(bringer), self._numbers(order)
+            self._destination, self._node_of_rank = self._numbers(self._rank_of_expert), self._numbers(ranks.nodes)
+            self._forwarder = self._numbers(self._forwarders)
+            self._here = self._node_of_expert == self._node
+            # With rank 0 as the destination of all physical experts, `Groups.counts` are those of all of them.
+            self._all_experts = replace(self.physical_experts, bounds=(0, *[count] * self.config.ranks))
+
+    def _numbers(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device)
+
+    def dispatch(
+        self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
+    ) -> Steps[tuple[torch.Tensor, DispatchRecord]]:
+        if record is not None:
+            return (yield from super().dispatch(tokens, outs, record))
+        own = (self._rows_to_receive(), self._new_numbers())
+        counts = yield from self._share_counts(tokens.ids)
+        record, sent, receives, forwarding = self._route(tokens, counts, (outs or own)[1])
+        self._fill_unused(record.groups, *(outs or own))
+        delivery = Delivery(DISPATCH, record, tokens.x, own, tokens.weights)
+        assert record.chunks is not None
+        packed = self._new_chunks(delivery, _total(record.chunks.sends))
+        locate = partial(self._locate, forwarding=forwarding, record=record)
+        record = yield from self._send(tokens, record, sent, receives, self._as_destinations(packed), locate)
+        yield from self._bring(delivery, packed)
+        return copied(own, outs, record.groups)[0], record
+
+    def _share_counts(self, ids: torch.Tensor) -> Steps[_Counts]:
+        """Count the pairs of `ids`, and exchange the counts."""
+        counted = self._count(ids)
+        by_node = self._tokens_by_node(counted.physical_expert, counted.physical_expert >= 0)
+        ranks, width = self.config.ranks, self.physical_experts.count + 1
+        numbers = torch.zeros(self._node_count, dtype=torch.int64, device=self.device)
+        numbers.index_copy_(0, self._others, by_node.sum(1))
+        sent, received = (self._empty((ranks, width + 1), torch.int32) for _ in range(2))
+        sent[:, :width] = counted.counts
+        sent[:, width] = numbers[self._node_of_rank]
+        rows = Rows(sent, [1] * ranks, received, [1] * ranks)
+        yield from self._chunks.run(self.fingerprint + DISPATCH + COUNTS, [rows], 1, None, self.collectives)
+        return _Counts(counted, received[:, :width].contiguous(), by_node, received[self._brought[1:], width].long())
+
+    def _route(
+        self, tokens: Tokens, shared: _Counts, row_weights: torch.Tensor
+    ) -> tuple[DispatchRecord, Sent, torch.Tensor, _Forwarding]:
+        """Return the record without `forwards`, what this rank sends to other nodes, `Forwards.receives`, and where the
+        forwarded rows lie in the chunks."""
+        (expert, place, _), matrix, by_node, numbers = shared
+        c = self.config
+        groups = self._grouped(matrix, self.physical_experts)
+        rows_of_all = group_rows(matrix, self._all_experts, 0, c.rows, c.align, c.expert_capacity, c.batched).counts
+        counts = matrix[:, :-1].long()
+        kept = torch.minimum((rows_of_all - (counts.cumsum(0) - counts)).clamp(min=0), counts)[self._brought]
+        kept = kept * self._here
+        sends, start = self._chunk_rows(kept)
+        received, padding, places = self._arrivals(matrix, groups, self._arrival_order)
+        receives = torch.zeros_like(received).index_add_(0, self._bringer, received)
+        start_of_own = groups._replace(start=start[0].int(), limit=kept[0].int())
+        rows = locate_rows(expert, place, start_of_own, self.physical_experts)
+        tokens_to = torch.zeros_like(received).index_copy_(0, self._forwarder, by_node.sum(1))
+        tokens_from = torch.zeros_like(received).index_copy_(0, self._brought[1:], numbers)
+        sizes = self._read(torch.cat((sends, receives, padding, tokens_to, tokens_from)))
+        of_chunks, host_sends, host_receives = sizes.split((2 * c.ranks + 1, c.ranks, c.ranks))
+        no_bound = torch.zeros(1, dtype=torch.int64, device="cpu")
+        chunks = Chunks(*of_chunks.split((c.ranks, c.ranks, 1)), no_bound, places)
+        # Of known size, so that the host need not wait for it.
+        which, token = torch.nonzero_static(by_node, size=_total(host_sends)).unbind(1)
+        has_row = (expert >= 0) & (place < groups.limit[expert.clamp(min=0).long()])
+        sent = Sent(token.contiguous(), self._pairs_of(tokens, which, token, expert, has_row), host_sends)
+        record = DispatchRecord(row_weights, groups, rows, matrix, chunks)
+        return record, sent, host_receives, _Forwarding(numbers, start[1:], kept[1:])
+
+    def _chunk_rows(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of the chunk for each destination, int64 [W], and the first row of each source's pairs of
+        each physical expert in all chunks of this rank.
+
+        Args:
+            kept: int64 [1 + sources, S], of this rank and its sources: the pairs of each physical expert.
+        """
+        before = kept.cumsum(1)
+        at_bounds = torch.nn.functional.pad(before, (1, 0))[:, self._bounds]
+        by_rank = at_bounds.diff()  # [1 + sources, W]
+        sends = by_rank.sum(0)
+        begin = sends.cumsum(0) - sends + by_rank.cumsum(0) - by_rank - at_bounds[:, :-1]
+        return sends, before - kept + begin[:, self._destination]
+
+    def _locate(self, experts: torch.Tensor, forwarding: _Forwarding, record: DispatchRecord) -> TokenRows:
+        """Return the rows in the chunks of the forwarded tokens; `experts`: int32 [F, K], physical, -1 for none."""
+        numbers, start, kept = forwarding
+        index = torch.arange(len(experts), device=self.device)
+        source = torch.searchsorted(numbers.cumsum(0), index, right=True, out_int32=True)
+        return self._locate_forwarded(experts, source, start, kept, record)
+
+    def _deliver(self, delivery: Delivery) -> Steps[None]:
+        assert delivery.record.chunks is not None
+        packed = self._new_chunks(delivery, _total(delivery.record.chunks.sends))
+        yield from super()._deliver(delivery._replace(into=self._as_destinations(packed), take=None))
+        yield from self._bring(delivery, packed)
+
+    def _opened(
+        self, operation: int, given: Sequence[torch.Tensor], record: DispatchRecord
+    ) -> Steps[Sequence[Buffers]]:
+        def unchanged(buffers: Sequence[Buffers]) -> Any:
+            return buffers
+
+        return (yield from self._fetch(operation, record, given, unchanged))
+
+    def _exchange(
+        self,
+        operation: int,
+        sends: Sequence[torch.Tensor],
+        send_sizes: list[int],
+        receives: Sequence[torch.Tensor],
+        receive_sizes: list[int],
+        most: int,
+    ) -> Steps[None]:
+        """Exchange rows inside this node."""
+        parts = [Rows(x, send_sizes, y, receive_sizes) for x, y in zip(sends, receives, strict=True)]
+        yield from self._chunks.run(self.fingerprint + operation, parts, most, self._members, False)
+
+
+def _total(sizes: torch.Tensor) -> int:
+    """Return the sum of numbers on the host."""
+    return int(sizes.sum())
