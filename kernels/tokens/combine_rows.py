@@ -38,6 +38,7 @@ from .rows import (
     row_alignment,
     row_constants,
 )
+from .rows_cpu import HostRows, host_array
 from .window_signals import WindowSignals, finished_of, rank_has_failed, release_window, signal_constants
 
 PAIRS = tl.constexpr(256)  # values gathered by a program
@@ -286,20 +287,33 @@ def combine_rows_cpu(
     nodes: torch.Tensor | None = None,
     quantized: QuantizedRows | None = None,
 ) -> None:
-    """combine_rows in torch operations, some tokens at a time so that intermediates stay in the cache."""
+    """combine_rows on the CPU, some tokens at a time so that intermediates stay in the cache."""
     k, hidden, dtype = rows.key.shape[1], out.shape[1], out.dtype
-    numbers = None if weights is None else weights.reshape(-1)
+    numbers = None if weights is None else host_array(weights).reshape(-1)
     node_of = None if nodes is None else nodes.tolist()
     pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(hidden, 1))
     # One scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
-    scratch = torch.empty((most * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
+    scratch = torch.empty((min(most, len(out)) * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
+    read, sources = HostRows(scratch), [HostRows(buffer) for buffer in buffers.tensors]
     for i, sums in enumerate(pairs.sums(most)):
-        first, these = i * most, slice(i * most, (i + 1) * most)
+        these = slice(i * most, (i + 1) * most)
         # Accumulate in the result itself where it is float32 and `add` does not alias it.
         here = dtype is torch.float32 and add is None
         total = out[these].zero_() if here else torch.zeros(out[these].shape, dtype=torch.float32, device=out.device)
+        for destination, begin, end in sums.parts:
+            read.take(sources[destination], sums.row[begin:end], begin)
+        value = scratch[: len(sums.row)]
+        value = value.float() if quantized is None else quantized.values(value, hidden)
+        if numbers is not None:
+            value.mul_(torch.from_numpy(numbers[sums.pair]).unsqueeze(1))
+        firsts = sums.parts[: sums.firsts]
+        for (_, begin, end), lead in zip(sums.parts[sums.firsts :], sums.leads, strict=True):
+            value[lead : lead + end - begin].add_(value[begin:end])
+        # Starting at zero changes only the sign of zero, which `total` loses, since it starts at zero itself.
+        value = value[: firsts[-1].end if firsts else 0]
+        partial = value if dtype is torch.float32 else value.to(dtype).float()
         of_node, node = total, None
-        for destination, token, kth, row, rounds in sums:
+        for destination, begin, end in firsts:
             if node_of is not None and node_of[destination] != node:
                 if node is None:
                     of_node = torch.zeros(total.shape, dtype=torch.float32, device=out.device)
@@ -307,16 +321,7 @@ def combine_rows_cpu(
                     total.add_(of_node.to(dtype))
                     of_node.zero_()
                 node = node_of[destination]
-            value = torch.index_select(buffers.tensors[destination], 0, row, out=scratch[: len(row)])
-            value = value.float() if quantized is None else quantized.values(value, hidden)
-            if numbers is not None:
-                value.mul_(numbers.index_select(0, token * k + kth).unsqueeze(1))
-            parts = value.split(rounds)
-            for part in parts[1:]:
-                parts[0][: len(part)].add_(part)
-            # Starting at zero changes only the sign of zero, which `total` loses, since it starts at zero itself.
-            partial = parts[0] if dtype is torch.float32 else parts[0].to(dtype).float()
-            of_node.index_add_(0, token[: rounds[0]] - first, partial)
+            of_node.index_add_(0, sums.token[begin:end], partial[begin:end])
         if of_node is not total:
             total.add_(of_node.to(dtype))
         if add is not None:
@@ -415,7 +420,9 @@ def _gather_constants(k: int, peers: int) -> Constants:
 
 
 def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> None:
-    """gather_values in torch operations."""
-    pairs = rows.sorted_pairs(len(buffers))
-    places = zip(buffers.tensors, pairs.row.split(pairs.sizes), strict=True)
-    out[pairs.token, pairs.kth] = torch.cat([buffer.index_select(0, at) for buffer, at in places])
+    """gather_values on the CPU."""
+    pairs, values = rows.sorted_pairs(len(buffers)), out.numpy()
+    arrays = [host_array(buffer) for buffer in buffers.tensors]
+    for destination, begin, end in pairs.parts():
+        these = slice(begin, end)
+        values[pairs.token[these], pairs.kth[these]] = arrays[destination][pairs.row[these]]

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +21,7 @@ import triton.language as tl
 from ...errors import ArgumentError
 from ..launch import Constants, Launches, registers_of_sm, runs_on
 from .rows import Buffers, cdiv, power_of_two
+from .rows_cpu import host_tensor
 from .window_signals import WindowBarrier, acquire_window, barrier_of_ranks, count_acquired, signal_constants
 
 BLOCK = tl.constexpr(256)  # ids ranked at a time
@@ -399,28 +401,31 @@ def count_rows(padded_experts: int) -> int:
 def count_pairs_cpu(
     ids: torch.Tensor, num_experts: int, physical_expert_of: torch.Tensor | None, num_physical_experts: int
 ) -> CountedPairs:
-    """count_pairs in torch operations."""
-    flat = ids.reshape(-1).long()
-    valid = (flat >= 0) & (flat < num_experts)
-    physical_expert = torch.where(valid, flat, -1)
+    """count_pairs on the CPU."""
+    flat = ids.numpy().reshape(-1)
+    valid = flat.view(f"u{flat.itemsize}") < num_experts  # negative ids are large numbers
+    physical_expert = np.where(valid, flat, -1).astype(np.int32)
     if physical_expert_of is not None:
-        physical_expert = torch.where(valid, physical_expert_of.long()[physical_expert.clamp(min=0)], -1)
+        physical_expert = np.where(valid, physical_expert_of.numpy()[physical_expert], np.int32(-1))
     # -1 counts as an expert before all others; a stable sort numbers the pairs of each.
-    per_physical_expert = torch.bincount(physical_expert + 1, minlength=num_physical_experts + 1)
-    order = torch.argsort(physical_expert, stable=True)
-    first = per_physical_expert.cumsum(0) - per_physical_expert
-    place = torch.empty_like(physical_expert)
-    place[order] = torch.arange(len(flat), device=flat.device) - first[physical_expert[order] + 1]
-    place[physical_expert < 0] = -1
-    counts = torch.empty(num_physical_experts + 1, dtype=torch.int32, device=ids.device)
-    counts[:-1] = per_physical_expert[1:]
-    counts[-1] = (~valid & (flat != -1)).sum()
-    return CountedPairs(physical_expert.int().view(ids.shape), place.int().view(ids.shape), counts)
+    per_physical_expert = np.bincount(physical_expert + 1, minlength=num_physical_experts + 1)
+    # numpy sorts 16-bit numbers by radix.
+    order = np.argsort(physical_expert.astype(np.int16 if num_physical_experts < 1 << 15 else np.int32), kind="stable")
+    place, first = np.empty_like(physical_expert), per_physical_expert.cumsum() - per_physical_expert
+    place[order] = np.arange(len(flat)) - np.repeat(first, per_physical_expert)
+    counts = np.empty(num_physical_experts + 1, np.int32)
+    counts[:-1], counts[-1] = per_physical_expert[1:], 0
+    if per_physical_expert[0]:
+        place[physical_expert < 0] = -1
+        counts[-1] = np.count_nonzero(~valid & (flat != -1))
+    shape = ids.shape
+    return CountedPairs(
+        host_tensor(physical_expert.reshape(shape)), host_tensor(place.reshape(shape)), host_tensor(counts)
+    )
 
 
 def share_counts_cpu(counts: torch.Tensor, share: CountShare) -> None:
-    """What count_pairs does with `share`, in torch operations."""
+    """What count_pairs does with `share`, on the CPU."""
+    row = counts.numpy() if share.word is None else np.append(counts.numpy(), np.int32(share.word))
     for matrix in share.matrices.tensors:
-        matrix[share.me, : len(counts)].copy_(counts)
-        if share.word is not None:
-            matrix[share.me, len(counts)] = share.word
+        matrix.numpy()[share.me, : len(row)] = row

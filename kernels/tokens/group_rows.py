@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +20,7 @@ import triton.language as tl
 from ...errors import ArgumentError
 from ..launch import Constants, Launches, runs_on
 from .rows import power_of_two
+from .rows_cpu import host_tensor
 
 NO_LIMIT = (1 << 31) - 1
 
@@ -271,21 +273,20 @@ def group_rows_cpu(
     expert_capacity: int,
     batched: bool,
 ) -> Groups:
-    """group_rows in torch operations."""
-    counts, low, high = matrix[:, :-1].long(), physical_experts.bounds[me], physical_experts.bounds[me + 1]
+    """group_rows on the CPU."""
+    table, low, high = matrix.numpy(), physical_experts.bounds[me], physical_experts.bounds[me + 1]
+    counts = table[:, :-1].astype(np.int64)
     total, before = counts.sum(0), counts[:me].sum(0)
-    kept = total.clamp(max=expert_capacity)
-    padded = torch.full_like(kept, expert_capacity) if batched else (kept + align - 1) // align * align
-    ends = padded.cumsum(0)
-    ends = ends - (ends - padded)[physical_experts.first.long()]
-    begins, ends = (ends - padded).clamp(max=capacity), ends.clamp(max=capacity)
-    fits = torch.minimum(kept, ends - begins)
-    return Groups(
-        start=(begins + before).int(),
-        limit=torch.minimum((fits - before).clamp(min=0), counts[me]).int(),
-        offsets=ends[low:high].int(),
-        counts=fits[low:high].clone(),
-        padded_counts=(ends - begins)[low:high],
-        num_rows=ends[low:high].amax().int().view(1) if high > low else matrix.new_zeros(1),
-        overflow=torch.stack([(total - fits).sum(), matrix[:, -1].long().sum()]),
-    )
+    kept = np.minimum(total, expert_capacity)
+    padded = np.full_like(kept, expert_capacity) if batched else (kept + align - 1) // align * align
+    ends = padded.cumsum()
+    ends -= (ends - padded)[physical_experts.first.numpy()]
+    begins, ends = np.minimum(ends - padded, capacity), np.minimum(ends, capacity)
+    fits = np.minimum(kept, ends - begins)
+    overflow = np.array([total.sum() - fits.sum(), table[:, -1].sum(dtype=np.int64)])
+    own = ends[low:high].astype(np.int32)
+    groups = (
+        (begins + before).astype(np.int32), np.clip(fits - before, 0, counts[me]).astype(np.int32), own,
+        fits[low:high].copy(), (ends - begins)[low:high], own.max(initial=0, keepdims=True), overflow,
+    )  # fmt: skip
+    return Groups(*map(host_tensor, groups))

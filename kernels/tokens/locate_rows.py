@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +14,7 @@ from ..launch import Constants, Launches, runs_on
 from .group_rows import Groups, PhysicalExperts
 from .pairs_cpu import Pairs
 from .rows import TokenRows, cdiv, power_of_two
+from .rows_cpu import host_tensor
 
 MOST_K = 32
 
@@ -114,12 +116,19 @@ def tokens_at_a_time(width: int) -> int:
 def locate_rows_cpu(
     physical_expert: torch.Tensor, place: torch.Tensor, groups: Groups, physical_experts: PhysicalExperts
 ) -> TokenRows:
-    """locate_rows in torch operations; sorts the pairs as well."""
+    """locate_rows on the CPU; sorts the pairs as well."""
     k, destinations = physical_expert.shape[1], len(physical_experts.bounds) - 1
-    known, at = physical_expert >= 0, physical_expert.clamp(min=0).long()
-    kept = known & (place < groups.limit[at])
-    row = torch.where(kept, groups.start[at] + place, -1)
-    destination = torch.where(kept, physical_experts.destination[at], destinations)
-    key, order = torch.sort(destination * k + torch.arange(k, dtype=torch.int32, device=physical_expert.device), dim=1)
-    row = row.gather(1, order)
-    return TokenRows(key, row, Pairs(key, row, destinations))
+    expert, at = physical_expert.numpy(), place.numpy()
+    start, limit, destination = (x.numpy() for x in (groups.start, groups.limit, physical_experts.destination))
+    kept = (expert >= 0) & (at < limit[expert])  # without an expert: the last one's limit, to no effect
+    key = np.where(kept, destination[expert], destinations) * k + np.arange(k)
+    row = np.where(kept, start[expert] + at, -1)
+    if k > 1:
+        key.sort(axis=1)
+        order = key % k + np.arange(0, expert.size, k)[:, None]
+        row, expert = row.reshape(-1)[order], expert.reshape(-1)[order]
+    # Experts by destination; their pairs have ascending rows.
+    groups = np.empty(len(destination), np.int64)
+    groups[np.argsort(destination, kind="stable")] = np.arange(len(destination))
+    key, row = host_tensor(key.astype(np.int32)), host_tensor(row.astype(np.int32))
+    return TokenRows(key, row, Pairs(key, row, destinations, groups[expert]))

@@ -1,12 +1,18 @@
-"""Sorted (token, k) pairs: the orders in which the CPU paths of the token kernels move and sum rows."""
+"""Sorted (token, k) pairs: the orders in which the CPU paths of the token kernels move and sum rows.
+
+Indices are numpy arrays: calls on few pairs cost less in numpy than in torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Ints = npt.NDArray[np.int64]
 
 
 class PairRun(NamedTuple):
@@ -18,19 +24,33 @@ class PairRun(NamedTuple):
     row: int
 
 
-class PairSum(NamedTuple):
-    """The pairs of some tokens at one destination.
-
-    The first `rounds[0]` pairs are each token's first pair there; the next `rounds[1]` are the second pairs of the
-    first `rounds[1]` of these tokens, and so on.
-    """
+class PairPart(NamedTuple):
+    """Pairs `begin` to `end` (exclusive) of PairSums, whose rows are at one destination."""
 
     destination: int
+    begin: int
+    end: int
+
+
+class PairSums(NamedTuple):
+    """The n pairs of some consecutive tokens, in the order in which their rows are read.
+
+    Each part has pairs of one destination: first the parts with the first pair there of each token, destinations
+    ascending, then those with the second pairs, and so on.
+    """
+
+    pair: Ints
+    """[n]: token * K + k."""
+    row: Ints
+    """[n]."""
     token: torch.Tensor
-    """int64 [n], the token of each pair, round by round; `kth` and `row` likewise."""
-    kth: torch.Tensor
-    row: torch.Tensor
-    rounds: list[int]
+    """int64 [n], counted from the first of these tokens."""
+    parts: list[PairPart]
+    firsts: int
+    """The number of parts with first pairs."""
+    leads: list[int]
+    """For each of the other parts, the first of as many pairs, one after another, of the part with the first pairs of
+    the same tokens at the same destination."""
 
 
 class Pairs:
@@ -40,70 +60,97 @@ class Pairs:
         key: int32 [T, K], destination * K + k, as in `TokenRows`.
         row: int32 [T, K], the row in the destination's buffer, -1 if there is none.
         destinations: W, the number of destination ranks.
+        groups: [T, K], of each pair a number that is less where the destination is less, or the row at the same
+            destination; pairs of one number have rows in ascending order. Faster to sort by; default: none are known.
 
     Attributes:
         token, kth, row: int64 [N].
         sizes: the number of pairs of each destination.
     """
 
-    def __init__(self, key: torch.Tensor, row: torch.Tensor, destinations: int) -> None:
-        k = max(key.shape[1], 1)
-        self._tokens = len(key)
-        flat = torch.nonzero(row.reshape(-1) >= 0).view(-1)
-        key, row = key.reshape(-1)[flat].long(), row.reshape(-1)[flat].long()
-        destination, most = key // k, int(row.amax()) + 1 if len(row) else 1
-        order = _argsort(destination * most + row)
+    def __init__(self, key: torch.Tensor, row: torch.Tensor, destinations: int, groups: Ints | None = None) -> None:
+        self._tokens, k = len(key), max(key.shape[1], 1)
+        keys, rows = key.numpy().reshape(-1).astype(np.int64), row.numpy().reshape(-1).astype(np.int64)
+        pair = np.flatnonzero(rows >= 0)
+        if len(pair) < len(rows):
+            keys, rows = keys[pair], rows[pair]
+        destination, kth = np.divmod(keys, k)
+        token = pair // k
+        self._k, self._by_token = k, (token, kth, rows, destination)
+        order = _stable_order(destination << 32 | rows if groups is None else groups.reshape(-1)[pair])
         self._destination = destination[order]
-        self.token, self.kth, self.row = flat[order] // k, key[order] % k, row[order]
-        self.sizes: list[int] = torch.bincount(destination, minlength=destinations).tolist()
+        self.token, self.kth, self.row = token[order], kth[order], rows[order]
+        self.sizes: list[int] = np.bincount(destination, minlength=destinations).tolist()
         self._runs: list[PairRun] | None = None
-        self._sums: dict[int, list[list[PairSum]]] = {}
+        self._sums: dict[int, list[PairSums]] = {}
 
     def runs(self) -> list[PairRun]:
         """All pairs in as few runs as possible: one per physical expert that this rank has rows for."""
         if self._runs is None:
-            follows = (self.row.diff() == 1) & (self._destination.diff() == 0)
-            ends = [*(torch.nonzero(~follows).view(-1) + 1).tolist(), len(self.row)] if len(self.row) else []
-            begins = [0, *ends[:-1]] if ends else []
-            at = torch.tensor(begins, dtype=torch.int64, device="cpu")
-            destination, row = self._destination[at].tolist(), self.row[at].tolist()
-            self._runs = [PairRun(*run) for run in zip(destination, begins, ends, row, strict=True)]
+            begins = np.flatnonzero(_changes(self.row - np.arange(len(self.row))) | _changes(self._destination))
+            ends = [*begins[1:].tolist(), len(self.row)]
+            destination, row = self._destination[begins].tolist(), self.row[begins].tolist()
+            self._runs = [PairRun(*run) for run in zip(destination, begins.tolist(), ends, row, strict=False)]
         return self._runs
 
-    def sums(self, most: int) -> Iterator[list[PairSum]]:
-        """For each `most` consecutive tokens their pairs, destinations ascending."""
+    def parts(self) -> list[PairPart]:
+        """All pairs by destination, of those that have any."""
+        ends = [0, *itertools.accumulate(self.sizes)]
+        return [PairPart(i, *bounds) for i, bounds in enumerate(itertools.pairwise(ends)) if self.sizes[i]]
+
+    def sums(self, most: int) -> list[PairSums]:
+        """The pairs of each `most` consecutive tokens."""
         if most not in self._sums:
             self._sums[most] = self._grouped(most)
-        return iter(self._sums[most])
+        return self._sums[most]
 
-    def _grouped(self, most: int) -> list[list[PairSum]]:
-        chunks = -(-self._tokens // most)
-        sums: list[list[PairSum]] = [[] for _ in range(chunks)]
-        if not len(self.row):
-            return sums
-        destinations = len(self.sizes)
-        # Sort by destination and token, k ascending; number each token's pairs there.
-        group = self._destination * self._tokens + self.token
-        order = _argsort(group * (int(self.kth.amax()) + 1) + self.kth)
-        _, which, many = torch.unique_consecutive(group[order], return_inverse=True, return_counts=True)
-        nth = torch.arange(len(order), device="cpu") - (many.cumsum(0) - many)[which]
-        many = many[which]
-        # Tokens with more pairs come first, so that the tokens of each round are the first of the round before.
-        deepest = int(many.amax()) + 1
-        place = (self.token[order] // most) * destinations + self._destination[order]  # [N], chunk and destination
-        sort = ((place * deepest + nth) * deepest + (deepest - many)) * self._tokens + self.token[order]
-        sorting = _argsort(sort)
-        order, place, nth = order[sorting], place[sorting], nth[sorting]
-        sizes = torch.bincount(place * deepest + nth, minlength=chunks * destinations * deepest)
-        rounds_of = sizes.view(-1, deepest).tolist()
-        lengths = [sum(rounds) for rounds in rounds_of]
-        parts = (values[order].split(lengths) for values in (self.token, self.kth, self.row))
-        for i, (rounds, token, kth, row) in enumerate(zip(rounds_of, *parts, strict=True)):
-            if lengths[i]:
-                sums[i // destinations].append(PairSum(i % destinations, token, kth, row, [n for n in rounds if n]))
+    def _grouped(self, most: int) -> list[PairSums]:
+        token, kth, row, destination = self._by_token  # in order of token, destination and k
+        number, chunks, destinations = len(token), -(-self._tokens // most), len(self.sizes)
+        # The pairs of a token at a destination adjoin. Number them.
+        begins = np.flatnonzero(_changes(token) | _changes(destination))
+        lengths = np.diff(begins, append=number)
+        many, nth = np.repeat(lengths, lengths), np.arange(number) - np.repeat(begins, lengths)
+        deepest = int(lengths.max(initial=1))
+        # Tokens with more pairs come first, so that those of each part are the first ones of the part before.
+        part = (token // most * deepest + nth) * destinations + destination
+        order = _stable_order(part * (deepest + 1) - many)
+        part, token, row, pair = part[order], token[order], row[order], (token * self._k + kth)[order]
+        begins = np.flatnonzero(_changes(part))
+        ends = [*begins[1:].tolist(), number]
+        parts: list[list[PairPart]] = [[] for _ in range(chunks)]
+        leads: list[list[int]] = [[] for _ in range(chunks)]
+        first, end_of = 0, [0] * chunks
+        at: dict[int, int] = {}  # of this chunk's destinations: where their first pairs begin
+        for which, begin, end in zip(part[begins].tolist(), begins.tolist(), ends, strict=False):
+            chunk, which = divmod(which, deepest * destinations)
+            round_, to = divmod(which, destinations)
+            if not parts[chunk]:
+                first = begin
+            if round_:
+                leads[chunk].append(at[to])
+            else:
+                at[to] = begin - first
+            parts[chunk].append(PairPart(to, begin - first, end - first))
+            end_of[chunk] = end
+        sums, begin = [], 0
+        for chunk, end in enumerate(end_of):
+            these = slice(begin, max(begin, end))
+            tokens = torch.from_numpy(token[these] - chunk * most)
+            firsts = len(parts[chunk]) - len(leads[chunk])
+            sums.append(PairSums(pair[these], row[these], tokens, parts[chunk], firsts, leads[chunk]))
+            begin = these.stop
         return sums
 
 
-def _argsort(keys: torch.Tensor) -> torch.Tensor:
-    """The order of distinct keys; numpy's sort is faster than torch's here."""
-    return torch.from_numpy(np.argsort(keys.numpy()))
+def _stable_order(keys: Ints) -> Ints:
+    """The order of numbers that are not negative; equal ones stay in theirs."""
+    few = int(keys.max(initial=0)) < 1 << 15  # numpy sorts 16-bit numbers by radix
+    return np.argsort(keys.astype(np.int16) if few else keys, kind="stable")
+
+
+def _changes(values: Ints) -> npt.NDArray[np.bool_]:
+    """Where a value differs from the one before it; true for the first."""
+    changes = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=changes[1:])
+    return changes

@@ -14,7 +14,6 @@ from ..fused_signals import is_last_program
 from ..launch import Constants, Launches, runs_on
 from .group_rows import Groups
 from .rows import (
-    CHUNK,
     Buffers,
     RowLaunch,
     TokenRows,
@@ -25,6 +24,7 @@ from .rows import (
     row_alignment,
     row_constants,
 )
+from .rows_cpu import HostRows, host_array
 from .window_signals import WindowBarrier, barrier_of_ranks, finished_of, signal_constants
 
 MOST_PADDING = 64  # parts that share the padding of one group
@@ -218,23 +218,23 @@ def push_rows_cpu(
     weight_buffers: Buffers | None,
     most_padding: int = MOST_PADDING,
 ) -> None:
-    """push_rows in torch operations: one copy per run of rows, or one per destination where there are few."""
-    pairs, targets = rows.sorted_pairs(len(buffers)), buffers.tensors
-    if len(pairs.row) * x.shape[1] > CHUNK:
-        for destination, begin, end, row in pairs.runs():
-            target = targets[destination][row : row + end - begin]
-            torch.index_select(x, 0, pairs.token[begin:end], out=target)
-    else:  # fewer calls; the intermediate stays in the cache
-        tokens_and_rows = (values.split(pairs.sizes) for values in (pairs.token, pairs.row))
-        for buffer, tokens, to in zip(targets, *tokens_and_rows, strict=True):
-            buffer.index_copy_(0, to, x.index_select(0, tokens))
-    padding = padding_rows(groups) if most_padding else pairs.row[:0]
-    targets[own].index_fill_(0, padding, 0)
+    """push_rows on the CPU: one copy per run of rows."""
+    pairs, given = rows.sorted_pairs(len(buffers)), HostRows(x)
+    targets = [HostRows(buffer) for buffer in buffers.tensors]
+    for destination, begin, end, row in pairs.runs():
+        targets[destination].take(given, pairs.token[begin:end], row)
+    padding = padding_rows(groups) if most_padding else None
+    if padding is not None and len(padding):
+        buffers.tensors[own].index_fill_(0, padding, 0)
     if weights is not None and weight_buffers is not None:
-        values = weights[pairs.token, pairs.kth].split(pairs.sizes)
-        for buffer, part, to in zip(weight_buffers.tensors, values, pairs.row.split(pairs.sizes), strict=True):
-            buffer.index_copy_(0, to, part)
-        weight_buffers.tensors[own].index_fill_(0, padding, 0)
+        values, numbers = (
+            host_array(weights)[pairs.token, pairs.kth],
+            [host_array(buffer) for buffer in weight_buffers.tensors],
+        )
+        for destination, begin, end, row in pairs.runs():
+            numbers[destination][row : row + end - begin] = values[begin:end]
+        if padding is not None and len(padding):
+            weight_buffers.tensors[own].index_fill_(0, padding, 0)
 
 
 def push_rows_reference(

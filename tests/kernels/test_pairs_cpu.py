@@ -42,7 +42,7 @@ def test_pairs(tokens, k, destinations):
     assert pairs.sizes == [sum(destination == o for destination, *_ in want) for o in range(destinations)]
     check_runs(pairs, want)
     for most in (1, 4, 100):
-        check_sums(pairs, want, most, -(-tokens // most))
+        check_sums(pairs, want, most, -(-tokens // most), k)
 
 
 def check_runs(pairs: Pairs, want: list) -> None:
@@ -57,27 +57,32 @@ def check_runs(pairs: Pairs, want: list) -> None:
         assert a.destination != b.destination or a.row + a.end - a.begin != b.row
 
 
-def check_sums(pairs: Pairs, want: list, most: int, chunks: int) -> None:
-    """Each token's pairs at a destination are in order of k across rounds; destinations ascend within a chunk."""
+def check_sums(pairs: Pairs, want: list, most: int, chunks: int, k: int) -> None:
+    """Each token's pairs at a destination are in order of k across parts; destinations ascend among the first ones."""
     seen = 0
-    results, known = list(pairs.sums(most)), {tuple(pair) for pair in want}
+    results, known = pairs.sums(most), {tuple(pair) for pair in want}
     assert len(results) == chunks
     for chunk, sums in enumerate(results):
-        assert [s.destination for s in sums] == sorted({o for o, _, t, _ in want if t // most == chunk})
-        for s in sums:
-            by_token: dict[int, list[int]] = {}
-            pairs_of_sum = torch.stack((s.token, s.kth, s.row), 1)
-            rounds = [of_round.tolist() for of_round in pairs_of_sum.split(s.rounds)]
-            first = [t for t, *_ in rounds[0]]
-            assert len(set(first)) == len(first)
-            for of_round in rounds:
-                assert [t for t, *_ in of_round] == first[: len(of_round)]
-                for t, k, row in of_round:
-                    assert (s.destination, row, t, k) in known and t // most == chunk
-                    by_token.setdefault(t, []).append(k)
-            for t, ks in by_token.items():
-                assert ks == sorted(i for o, _, at, i in want if (o, at) == (s.destination, t))
-            seen += len(s.token)
+        firsts = sums.parts[: sums.firsts]
+        assert [part.destination for part in firsts] == sorted({o for o, _, t, _ in want if t // most == chunk})
+        assert [0, *(part.end for part in sums.parts)] == [*(part.begin for part in sums.parts), len(sums.row)]
+        tokens = (sums.token + chunk * most).tolist()
+        of_pair = list(zip(tokens, sums.pair.tolist(), sums.row.tolist(), strict=True))
+        ks: dict[tuple[int, int], list[int]] = {}
+        for number, (destination, begin, end) in enumerate(sums.parts):
+            for at in range(begin, end):
+                t, pair, row = of_pair[at]
+                assert (destination, row, t, pair % k) in known and t == pair // k and t // most == chunk
+                if number < sums.firsts:
+                    assert (destination, t) not in ks
+                else:
+                    lead = sums.leads[number - sums.firsts] + at - begin
+                    assert of_pair[lead][0] == t
+                    assert [p.destination for p in firsts if p.begin <= lead < p.end] == [destination]
+                ks.setdefault((destination, t), []).append(pair % k)
+                seen += 1
+        for (destination, t), of_token in ks.items():
+            assert of_token == sorted(i for o, _, at, i in want if (o, at) == (destination, t))
     assert seen == len(want)
 
 

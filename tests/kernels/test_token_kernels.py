@@ -334,15 +334,6 @@ def check_push(
         same(got, expected)
 
 
-@plan
-@each_case
-def test_push_rows_cpu_by_runs(kind, given, monkeypatch):
-    """The CPU path for rows that do not fit the cache."""
-    monkeypatch.setattr(sys.modules["shardweave.kernels.tokens.push_rows"], "CHUNK", 0)
-    rng = np.random.default_rng(7)
-    check_push(rng, random_case(rng, kind, **given), torch.bfloat16, 5, "cpu")
-
-
 @pytest.mark.parametrize("hidden", [8, 1024, 2500], ids=str)
 def test_push_rows_of_several_blocks(device, hidden):
     rng = np.random.default_rng(1)

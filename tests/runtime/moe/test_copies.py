@@ -1,4 +1,4 @@
-"""The number of rows that CPU ranks write to move and sum tokens, counted in a TorchDispatchMode."""
+"""The number of rows that CPU ranks write to move and sum tokens, by torch and by `HostRows.take`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from moe_reference import tokens_of
 from rank_processes import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardweave.kernels.tokens.rows_cpu import HostRows
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 
 T, H, K, E, RANKS = 300, 768, 3, 8, 2
@@ -18,7 +19,7 @@ UNWRITTEN = {"empty", "new_empty", "empty_like", "empty_strided"}
 
 
 class RowsWritten(TorchDispatchMode):
-    """Counts rows of H elements written by operators since the last `take`."""
+    """Counts rows of H elements written by operators and by HostRows since the last `take`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,13 +44,27 @@ class RowsWritten(TorchDispatchMode):
         return collected
 
 
+def count_host_rows(mode: RowsWritten) -> None:
+    """Count the rows that HostRows copy in numpy, too, for the rest of this process."""
+    take = HostRows.take
+
+    def counting(self: HostRows, source: HostRows, index: Any, begin: int) -> None:
+        before = mode.rows
+        take(self, source, index, begin)
+        mode.rows = before + len(index)
+
+    HostRows.take = counting  # type: ignore[method-assign]
+
+
 def counted(rank: int) -> list[dict[str, int]]:
     t = tokens_of(rank, T, K, E, H, torch.float32, "holes")
     x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
-    collected = []
+    collected, mode = [], RowsWritten()
+    count_host_rows(mode)
     for save in ("buffer", "copy"):
         d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=T, dtype=torch.float32, align=8, save=save)
-        with RowsWritten() as mode:
+        mode.take()
+        with mode:
             routed = d.dispatch(x, t.ids, weights)
             rows = {"pairs": int((t.ids >= 0).sum()), "received": int(routed.num_rows), "dispatch": mode.take()}
             rows["padding"] = rows["received"] - int(routed.counts.sum())

@@ -1,0 +1,42 @@
+"""Rows in memory of the CPU, as the CPU paths of the token kernels copy them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .pairs_cpu import Ints
+
+
+class HostRows:
+    """The rows of a tensor on the CPU, for `take`. They may be strided; those to be written are contiguous.
+
+    Rows are copied by numpy, whose calls cost less than torch's, unless torch has threads to share them.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows, self._array = rows.detach(), None if torch.get_num_threads() > 1 else host_array(rows)
+
+    def take(self, source: HostRows, index: Ints, begin: int) -> None:
+        """Copy the rows `index` of `source` to the rows from `begin` on."""
+        end = begin + len(index)
+        if self._array is not None and source._array is not None:
+            source._array.take(index, 0, self._array[begin:end], "clip")  # what is not clipped goes through a buffer
+        else:
+            torch.index_select(source._rows, 0, torch.from_numpy(index), out=self._rows[begin:end])
+
+
+def host_array(x: torch.Tensor) -> npt.NDArray[Any]:
+    """A tensor as a contiguous array, of its memory if it is contiguous. Of bfloat16, which numpy lacks, the bits."""
+    x = x.detach().resolve_neg()
+    array = (x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy()
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def host_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """An array as a contiguous tensor of its memory."""
+    x = torch.from_numpy(array)
+    return x if array.size else x.new_empty(x.shape)  # numpy's strides are 0 where there are no elements
