@@ -56,10 +56,12 @@ def routed_tokens(
             row_weights = _by_group(row_weights, groups, config)
             grad_rows = None if grad_rows is None else _by_group(grad_rows, groups, config)
         x, *others = payloads
-        kept = (item.x.detach(), RowsAgain(x)) if again else (None, None)
+        kept, rows_again = (item.x.detach(), RowsAgain(x)) if again else (None, None)
         source = engine.handle, transfer.me
         routed.append(
-            RoutedTokens(x, row_weights, item.weights, record, config, source, *kept, tuple(others), grad_rows)
+            RoutedTokens(
+                x, row_weights, item.weights, record, config, source, kept, rows_again, tuple(others), grad_rows
+            )
         )
     return routed
 
