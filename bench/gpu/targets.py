@@ -170,11 +170,11 @@ def targets(measuring: Measuring) -> Iterator[Target]:
         f"quantize_rows, {large}", "µs", 40.0, False,
         lambda case: measuring.latency(case, rank.quantized, measuring.sets(large.quantized, 2 * large.quantized)),
     )  # fmt: skip
-    for name, make, moved in (
+    for name, packed, moved in (
         ("push_rows of fp8_128 rows", rank.push_quantized, large.moved_quantized),
         ("combine_rows of mxfp8 rows", rank.combine_quantized, large.returned_quantized),
     ):
-        yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(quantized_rows, measuring, make, moved, large))
+        yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(quantized_rows, measuring, packed, moved, large))
     yield Target(
         f"dispatch + combine on {BESIDE_SMS} SMs beside a matmul: one after the other on all SMs ÷ ours, {large}",
         "×", 1.1, True, partial(two_phases, measuring, rank, 64 if dry else 8192),

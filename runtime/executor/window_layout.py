@@ -107,7 +107,7 @@ def _are_wide(held: _Spans, wanted: _Spans, first: np.ndarray, shape: np.ndarray
     extent = np.minimum(held[1][:, None, :], wanted[1][:, :, None]) - start
     lengths = (wanted[1] - wanted[0])[:, :, None], (held[1] - held[0])[:, None, :]
     at = start - first
-    moved = (extent > 0).all(axis=0)
+    moved = np.asarray((extent > 0).all(axis=0))
     np.fill_diagonal(moved, False)
     stride = np.full(moved.shape, size)  # bytes
     inside = moved.copy()  # boxes whose runs go on along the next dim
