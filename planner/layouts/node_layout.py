@@ -187,7 +187,7 @@ def _sums(mesh: Mesh, along: tuple[int, ...], summed: tuple[int, ...], nodes: No
         left, adding = set(term[here].tolist()), []
         while left:
             has = {n: left.intersection(term[here & (node == n)].tolist()) for n in sorted(set(node[here].tolist()))}
-            chosen = max(has, key=lambda n: len(has[n]))  # noqa: B023
+            chosen = max(has, key=lambda n: len(has[n]))
             adding.append(chosen)
             ranks = here & (node == chosen)
             terms_on_node[ranks] = len(has[chosen])

@@ -170,9 +170,9 @@ def over_least(seeds: range) -> list[float]:
 
 def check_over_least(over: list[float]) -> None:
     """Linear programs over all trees by which sums can travel say that what `least_into_busiest_node` returns can be
-    reached, or less where nodes relay sums. In programs each rank holds one box, so that what a node adds is one part of
-    each shard, and a plan that takes 20% less time is preferred to one that receives less: some are over it by up to a
-    fifth of the tensor."""
+    reached, or less where nodes relay sums. In programs each rank holds one box, so that what a node adds is one part
+    of each shard, and a plan that takes 20% less time is preferred to one that receives less: some are over it by up to
+    a fifth of the tensor."""
     assert sum(x <= 0.05 for x in over) >= 0.93 * len(over), over
     assert max(over) <= 0.2, over
 
@@ -279,8 +279,9 @@ def test_equal_replicas_on_many_random_nodes(part: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "target", "least"), [([0, 1, 1, 0, 0, 0, 1, 2], "S0 S0 S0 @ 0:2,1,0", 0.5), ([0, 1, 1, 2, 3, 1, 1, 1], "R S0 S1", 1.0)]
-)  # fmt: skip
+    ("nodes", "target", "least"),
+    [([0, 1, 1, 0, 0, 0, 1, 2], "S0 S0 S0 @ 0:2,1,0", 0.5), ([0, 1, 1, 2, 3, 1, 1, 1], "R S0 S1", 1.0)],
+)
 def test_nodes_add_replicas_of_a_term_once(nodes: list[int], target: str, least: float) -> None:
     """A node adds the terms of all replicas that its ranks hold, but for those that another one adds."""
     case = (2, 2, 2), nodes, "R P P", target
