@@ -22,11 +22,13 @@ from .layouts.placements import Partial, Replicate
 from .path import Path
 from .share_weights import balanced_shares
 
-_MAX_TENSOR_DIMS = 1  # the largest ones, that node layouts cut
+_WIDE = 16
+"""The mesh size up to which more paths are tried: cuts of the two largest tensor dims, not only of the largest, and
+sums to which replicas of the source contribute."""
 _PROMISING = 1.35
 """Paths that cost more than this times the cheapest are given up."""
 _BALANCED = 64  # ranks times cheapest paths that are also tried with shares of different sizes
-_ALIKE = 1.1
+_ALIKE = 1.2
 """Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it."""
 
 
@@ -80,7 +82,8 @@ def node_paths(
         paths.append(Path(layouts, us, peak))
 
     for layouts in dict.fromkeys(_paths(mesh, shape, source, target, topology)):
-        add(layouts)
+        if _replicas_are_equal(layouts):
+            add(layouts)
     for path in sorted(paths, key=lambda path: path.us)[: _BALANCED // mesh.size]:
         if balanced := balanced_shares(path.layouts, shape, dtype):
             add(balanced)
@@ -100,6 +103,17 @@ def _applies(mesh: Mesh, source: Layout, target: Layout, topology: Topology) -> 
     return len(on_node) > 1 and bool((on_node > 1).any()) and not bool((on_node == inside).all())
 
 
+def _replicas_are_equal(layouts: tuple[Layout, ...]) -> bool:
+    """Whether all replicas of a sum have the same bits: nodes that add other terms round otherwise."""
+    for a, b in pairwise(layouts):
+        if isinstance(a, NodeLayout) and a.kind == "node sums":
+            cut = {*a.along, *(b.along if isinstance(b, NodeLayout) else ())}
+            ends = enumerate(zip(a.placements, b.placements, strict=True))
+            if not a.is_alike_along([m for m, (x, y) in ends if x == y == Replicate() and m not in cut]):
+                return False
+    return True
+
+
 def _paths(
     mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, topology: Topology
 ) -> Iterator[tuple[Layout, ...]]:
@@ -108,25 +122,28 @@ def _paths(
         m for m in dims if isinstance(source.placements[m], Partial) and target.placements[m] != source.placements[m]
     )
     replicated = tuple(m for m in dims if target.placements[m] == Replicate())
-    largest = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -shape[d])[:_MAX_TENSOR_DIMS]
+    largest = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -shape[d])
 
     def cut(kind: Kind, base: Layout, along: tuple[int, ...]) -> Callable[[int], NodeLayout]:
         return lambda d: NodeLayout(kind, base, d, along, mesh, topology.rank_nodes)
 
-    sums, node_shares = cut("node sums", source, summed), cut("node shares", target, replicated)
+    node_shares = cut("node shares", target, replicated)
+    replicas = tuple(m for m in dims if source.placements[m] == Replicate())
+    alongs = dict.fromkeys((summed, tuple(sorted(summed + replicas)))[: 1 + (mesh.size <= _WIDE)])
+    sums = [cut("node sums", source, along) for along in alongs]
     shares = cut("shares", target, replicated)
     reduced = source.with_placement(summed, Replicate())
-    reduced_shares = cut("shares", reduced, summed)
-    for d in largest:
+    reduced_shares = [cut("shares", reduced, along) for along in alongs]
+    for d in largest[: 1 + (mesh.size <= _WIDE)]:
         ends: list[tuple[Layout, ...]] = [(target,)]
         if replicated:
             ends += [(node_shares(d), target)]
             if summed:
                 ends += [(shares(d), node_shares(d), target), (shares(d), target)]
         if summed and reduced != target:
-            ends += [(reduced_shares(d), *end) for end in ends[:2]]
+            ends += [(shares_of(d), *end) for end in ends[:2] for shares_of in reduced_shares]
         for end in sorted(ends, key=len, reverse=True):  # the cheapest tend to be long
             if summed:
-                yield source, sums(d), *end
+                yield from ((source, of_nodes(d), *end) for of_nodes in sums)
             if len(end) > 1:
                 yield source, *end

@@ -37,7 +37,7 @@ class NodeChange(LayoutChange):
         self.replicas, self.split, self.shards_split, self.keepers = (), (), (), ()
         summed = [m for m, p in enumerate(source.placements) if isinstance(p, Partial) and target.placements[m] != p]
         if isinstance(target, NodeLayout) and target.kind == "node sums":
-            summed = list(target.along)
+            summed = list(target.summed)
         self.reduced = tuple(summed)
         self.term = np.zeros(mesh.size, dtype=np.int64)
         self.contributors = 1
@@ -48,7 +48,7 @@ class NodeChange(LayoutChange):
                 self.term = self.term * mesh.shape[m] + mesh.coordinates[m]
             self.contributors = math.prod(mesh.shape[m] for m in summed)
             if isinstance(target, NodeLayout) and target.kind == "node sums":
-                self.contributors = int(target.ranks_on_node.max())
+                self.contributors = int(target.terms_on_node.max())
 
     @property
     def divisor(self) -> float:
@@ -74,17 +74,20 @@ class NodeChange(LayoutChange):
         kept = [m for m in self.source.partial_dims if m not in self.reduced]
         if isinstance(self.source, NodeLayout) and self.source.kind == "node sums":
             # Replicas of a value are not added by the same nodes, so a sum takes all its terms from one replica.
-            kept += [m for m, p in enumerate(self.source.placements) if p == Replicate()]
+            added = self.source.along
+            kept += [m for m, p in enumerate(self.source.placements) if p == Replicate() and m not in added]
         alike = np.ones((mesh.size, mesh.size), dtype=bool)
         to_sums = isinstance(target, NodeLayout) and target.kind == "node sums"
         same = range(mesh.ndim) if to_sums else kept
         for m in same:
-            if not (to_sums and m in self.reduced):
+            if not (isinstance(target, NodeLayout) and to_sums and m in target.along):
                 alike &= mesh.coordinates[m][:, None] == mesh.coordinates[m]
         assert self.closure is not None
         for m in set(range(mesh.ndim)).difference(self.closure):  # only ranks of the step's group take part
             alike &= mesh.coordinates[m][:, None] == mesh.coordinates[m]
-        return alike & self._near if to_sums else alike
+        if isinstance(target, NodeLayout) and to_sums:
+            alike &= self._near & target.adds
+        return alike
 
     @cached_property
     def _near(self) -> np.ndarray:

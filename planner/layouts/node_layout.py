@@ -6,6 +6,7 @@ the shard of a base layout once more, by the node of each rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
@@ -14,6 +15,7 @@ import numpy as np
 from .layout import Layout
 from .mesh import Coordinate, Mesh
 from .nodes import Nodes, nodes_of
+from .placements import Shard
 
 Kind = Literal["node sums", "node shares", "shares"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -25,9 +27,10 @@ class NodeLayout(Layout):
     """The shards of `base`, of which ranks that differ only along the mesh dims `along` hold a part each.
 
     Args:
-        kind: "node sums": along `along`, `base` is partial; the ranks of a node have added their terms, and each holds
-            a part of the result, which is one term of the node; it has memory for all of it, so that a part begins at
-            the same place on every node. "node shares": `base` is replicated along `along`; the
+        kind: "node sums": along `along`, `base` is partial, or replicated; the ranks of a node have added their terms,
+            and each holds a part of the result, which is one term of the node; it has memory for all of it, so that a
+            part begins at the same place on every node. Of the nodes that have replicas of a term, one adds it.
+            "node shares": `base` is replicated along `along`; the
             ranks of a node hold a part of it each. "shares": the nodes hold a part each, and its ranks a part of that.
         tensor_dim: the tensor dim that is cut, after all cuts of `base`, as `torch.chunk` does.
         mesh: the mesh of `base`.
@@ -36,8 +39,12 @@ class NodeLayout(Layout):
             None: parts of equal size.
 
     Attributes:
-        node: [positions] the index of the node of each rank among those that hold parts of the same.
+        summed: the mesh dims of `along` that are partial in `base`.
+        node: [positions] the index of the node of each rank among those that hold parts of the same, or of "node sums"
+            among those that add terms.
         number_of_nodes: [positions] their number.
+        adds: [positions] of "node sums": whether the node of each rank adds the term of this rank.
+        terms_on_node: [positions] of "node sums": the number of terms that the node of each rank adds.
     """
 
     def __init__(
@@ -102,17 +109,39 @@ class NodeLayout(Layout):
         return _group(self.mesh, self.along)
 
     @property
+    def summed(self) -> tuple[int, ...]:
+        return tuple([m for m in self.along if m in self.base.partial_dims])
+
+    @property
     def node(self) -> np.ndarray:
-        return self._places[2]
+        return self._sums[2] if self.kind == "node sums" else self._places[2]
 
     @property
     def number_of_nodes(self) -> np.ndarray:
-        return self._places[3]
+        return self._sums[3] if self.kind == "node sums" else self._places[3]
 
     @property
-    def ranks_on_node(self) -> np.ndarray:
-        """[positions] the number of ranks of the node that hold parts of the same."""
-        return self._places[1]
+    def adds(self) -> np.ndarray:
+        return self._sums[0]
+
+    @property
+    def terms_on_node(self) -> np.ndarray:
+        return self._sums[1]
+
+    @property
+    def _sums(self) -> tuple[np.ndarray, ...]:
+        return _sums(self.mesh, self.along, self.summed, self.nodes)
+
+    def is_alike_along(self, mesh_dims: Sequence[int]) -> bool:
+        """Of "node sums": whether the same terms are added, in the same order, at all coordinates along `mesh_dims`,
+        which are not in `along`."""
+        replicas, group = _group(self.mesh, (*self.along, *mesh_dims)), self.group
+        sums = np.stack([replicas, group, _terms(self.mesh, self.summed), self.node])[:, self.adds]
+        by_group: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        for of_replicas, of_group, term, node in sums.T.tolist():
+            by_group.setdefault((of_replicas, of_group), set()).add((term, node))
+        first = {of_replicas: terms for (of_replicas, _), terms in by_group.items()}
+        return all(terms == first[of_replicas] for (of_replicas, _), terms in by_group.items())
 
     def parts(self, coordinate: Coordinate) -> tuple[tuple[int, int, int | range], ...]:
         """The cuts besides those of `base` for the memory of the rank at `coordinate` (`index_sets.Parts`)."""
@@ -135,7 +164,39 @@ class NodeLayout(Layout):
             start, stop = start + length * before // total, start + length * after // total
         elif self.kind == "shares":
             start, stop = _cut(start, stop, nodes, node)
-        return _cut(start, stop, ranks, index)
+        start, stop = _cut(start, stop, ranks, index)
+        return start, np.where(self.terms_on_node > 0, stop, start) if self.kind == "node sums" else stop
+
+
+def _terms(mesh: Mesh, summed: tuple[int, ...]) -> np.ndarray:
+    """[positions] the index of the term of each rank along the mesh dims `summed`."""
+    return _group(mesh, tuple([m for m in range(mesh.ndim) if m not in summed]))
+
+
+@lru_cache(maxsize=256)
+def _sums(mesh: Mesh, along: tuple[int, ...], summed: tuple[int, ...], nodes: Nodes | None) -> tuple[np.ndarray, ...]:
+    """`NodeLayout.adds`, `terms_on_node`, `node` and `number_of_nodes` of "node sums".
+
+    Of the nodes that lack the fewest terms of a sum, each in turn adds all those that no other one adds yet.
+    """
+    group, term, node = _group(mesh, along), _terms(mesh, summed), nodes_of(mesh.rank_array, nodes)
+    adds = np.zeros(mesh.size, dtype=bool)
+    terms_on_node, index, number = np.zeros((3, mesh.size), dtype=np.int64)
+    for g in range(int(group.max()) + 1):
+        here = group == g
+        left, adding = set(term[here].tolist()), []
+        while left:
+            has = {n: left.intersection(term[here & (node == n)].tolist()) for n in sorted(set(node[here].tolist()))}
+            chosen = max(has, key=lambda n: len(has[n]))
+            adding.append(chosen)
+            ranks = here & (node == chosen)
+            terms_on_node[ranks] = len(has[chosen])
+            adds |= ranks & np.isin(term, list(has[chosen]))
+            left -= has[chosen]
+        for i, n in enumerate(sorted(adding)):
+            index[here & (node == n)] = i
+        number[here] = len(adding)
+    return adds, terms_on_node, index, number
 
 
 def _group(mesh: Mesh, along: tuple[int, ...]) -> np.ndarray:
@@ -183,6 +244,8 @@ def parse_node_layout(text: str, mesh: Mesh, nodes: Nodes | None) -> NodeLayout 
     along = tuple(int(m) for m in words[3].split(",") if m.isdecimal())
     layout = Layout.parse(base, mesh.shape)
     if not all(m < mesh.ndim for m in along) or len(layout.placements) != mesh.ndim:
+        return None
+    if kind == "node sums" and (any(isinstance(layout.placements[m], Shard) for m in along) or not layout.has_partial):
         return None
     weights = tuple(int(n) for n in numbers.split(",") if n.isdecimal() and len(n) < 10) if ":" in words[0] else None
     parsed = NodeLayout(kind, layout, int(words[1][1:]), along, mesh, nodes, weights)  # type: ignore[arg-type]

@@ -280,7 +280,7 @@ def count_bytes(rank: int, topology: Topology | None) -> tuple[list[int], set[st
             means |= {line.strip() for line in text.splitlines() if line.startswith("     by ")}
             where = "on transport hierarchical: 4 ranks are on 2 machines, by SHARDWEAVE_NODE_SIZE=2"
             which = "topology given" if topology else "topology found: cpu"
-            assert (where in text and which in text) or not program.exchanges
+            assert (where in text and which in text) or not program.exchanges, text
     assert shardweave.stats().transports[0, 1, 2, 3].startswith("hierarchical: 4 ranks are on 2 machines")
     assert shardweave.stats().calls["hierarchical"] > 20 and not shardweave.stats().delegations
     return crossing, means, within
