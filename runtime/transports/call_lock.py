@@ -60,13 +60,14 @@ class CallLock:
     def leave_to_parent(self) -> None:
         """Refuse every call, in a forked child, with a TransportError that no peer notices."""
 
-        def refuse(_: object = None) -> Any:
+        def refuse(within: object = None) -> Any:
             raise TransportError(
                 f"rank {self._rank}: process {os.getpid()} is a forked child of this rank's; allowed: calls of the "
                 f"rank's own process"
             )
 
-        self.acquire_now = self.acquire = refuse  # type: ignore[method-assign]
+        self.acquire_now = refuse
+        self.acquire = refuse  # type: ignore[method-assign]
 
     def __enter__(self) -> None:
         try:
