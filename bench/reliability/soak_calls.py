@@ -126,7 +126,8 @@ class Redistributions:
                 )
             self._check(verify, [(y, r, seed) for y, r in zip(ys, requests, strict=True)])
         elif kind == "backward" and self._has_backward(request):
-            x = self._tensor(request, seed).requires_grad_()
+            x = self._tensor(request, seed)
+            x.requires_grad_()
             y = redistribute(x, request.target, transport=request.transport)
             ones = DTensor(torch.ones_like(y._local_tensor), y._spec, requires_grad=False)
             (gradient,) = torch.autograd.grad(y, x, ones)

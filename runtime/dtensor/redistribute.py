@@ -145,6 +145,8 @@ def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differenti
     local = out._local_tensor
     if tuple(out.shape) != tuple(shape) or local.dtype != dtype:
         raise ArgumentError(f"out: {out.dtype}{list(out.shape)}; allowed: {dtype}{list(shape)}")
+    if local.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError("out: made in inference mode; allowed: within that mode, or an output made outside it")
     coordinate = target.mesh.get_coordinate()
     local_shape = (0,) * max(len(shape), 1)  # of a rank outside the mesh
     if coordinate is not None:

@@ -370,6 +370,12 @@ def _place_experts(
         # The first ranks have one more where the number does not divide.
         each, more = divmod(num_experts, ranks)
         return tuple(r * each + min(r, more) for r in range(ranks + 1)), (), ()
+    try:
+        for experts in expert_map:
+            iter(experts)
+    except TypeError:
+        allowed = "for each rank a list of its experts, or None"
+        raise ArgumentError(f"expert_map: {shown(expert_map)}; allowed: {allowed}") from None
     if len(expert_map) != ranks:
         raise ArgumentError(f"expert_map: lists for {len(expert_map)} ranks; allowed: one for each of {ranks}")
     placed = [

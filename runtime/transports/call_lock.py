@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from ...errors import MeetingTimeoutError, TransportError
 
@@ -59,13 +60,14 @@ class CallLock:
     def leave_to_parent(self) -> None:
         """Refuse every call, in a forked child, with a TransportError that no peer notices."""
 
-        def refuse(_: object = None) -> bool:
+        def refuse(within: object = None) -> Any:
             raise TransportError(
                 f"rank {self._rank}: process {os.getpid()} is a forked child of this rank's; allowed: calls of the "
-                f"rank's own process, or a process group of the child's own"
+                f"rank's own process"
             )
 
-        self.acquire_now = self.acquire = refuse  # type: ignore[method-assign]
+        self.acquire_now = refuse
+        self.acquire = refuse  # type: ignore[method-assign]
 
     def __enter__(self) -> None:
         try:

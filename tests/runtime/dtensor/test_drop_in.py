@@ -186,7 +186,11 @@ def all_arguments(rank: int) -> None:
         ):
             shardweave.redistribute(source, (R, S1), out=DTensor(local, out._spec, requires_grad=False))
         assert (room == -1).all()
+    with torch.inference_mode():
+        frozen = DTensor(torch.zeros(6, 2), out._spec, requires_grad=False)
+        assert right(shardweave.redistribute(source, (R, S1), out=frozen), x, {1: (1,)})
     for wrong, text in (
+        ({"out": frozen}, "out: made in inference mode; allowed: within that mode"),
         ({"out": torch.ones(6, 2)}, "out: Tensor; allowed: a DTensor, or None"),
         ({"out": source}, "out: its layout is .*; allowed: "),
         ({"out": out, "forward_dtype": torch.float64}, r"out: torch.float32\[6, 4\]; allowed: torch.float64\[6, 4\]"),

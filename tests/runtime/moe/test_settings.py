@@ -57,6 +57,8 @@ def one(**given) -> DispatchConfig:
         ({"capacity": float("inf")}, "capacity: inf"),
         ({"layout": "batched", "capacity": 3}, "capacity: 3; allowed with layout='batched': None"),
         ({"expert_map": [[0, 1, 2, 3]]}, "expert_map: lists for 1 ranks"),
+        ({"expert_map": 5}, "expert_map: 5; allowed: for each rank a list"),
+        ({"expert_map": [0, 1]}, r"expert_map: \[0, 1\]; allowed: for each rank a list"),
         ({"expert_map": [[0, 1], [2]]}, r"expert_map: no rank has experts \[3\]"),
         ({"expert_map": [[0, 1.7], [2, 3]]}, r"expert_map\[0\]: 1.7; allowed: a whole number"),
         ({"top_k": torch.tensor(2)}, "top_k: tensor"),
