@@ -127,8 +127,8 @@ def locate_rows_cpu(
         key.sort(axis=1)
         order = key % k + np.arange(0, expert.size, k)[:, None]
         row, expert = row.reshape(-1)[order], expert.reshape(-1)[order]
-    # Experts by destination; their pairs have ascending rows.
-    groups = np.empty(len(destination), np.int64)
-    groups[np.argsort(destination, kind="stable")] = np.arange(len(destination))
-    key, row = host_tensor(key.astype(np.int32)), host_tensor(row.astype(np.int32))
-    return TokenRows(key, row, Pairs(key, row, destinations, groups[expert]))
+    # Experts by destination; the pairs of each have ascending rows.
+    by_destination = np.empty(len(destination), np.int64)
+    by_destination[np.argsort(destination, kind="stable")] = np.arange(len(destination))
+    keys, of_pairs = host_tensor(key.astype(np.int32)), host_tensor(row.astype(np.int32))
+    return TokenRows(keys, of_pairs, Pairs(keys, of_pairs, destinations, by_destination[expert]))

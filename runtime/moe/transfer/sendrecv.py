@@ -19,6 +19,7 @@ import torch
 from ....kernels import Buffers, CountedPairs, Groups, locate_rows, push_rows
 from ...statistics import stats
 from ...transports.base import TwoSidedTransport
+from ...transports.shared_memory.private_pool import pooled
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
 from .base import ROUTING, Delivery, Read, Shared, Steps, TokenTransfer
@@ -143,7 +144,8 @@ class SendRecvTransfer(TokenTransfer):
         yield from self._exchange(delivery.operation, packed, sends, received, receives, most)
         for rows, buffer in zip(received, delivery.into, strict=True):
             buffer.index_copy_(0, places, rows)
-            buffer.index_fill_(0, padding, 0)
+            if padded:
+                buffer.index_fill_(0, padding, 0)
         if delivery.take is not None:
             delivery.take(delivery.into[0])
 
@@ -172,9 +174,15 @@ class SendRecvTransfer(TokenTransfer):
         assert record.chunks is not None
         sends, receives, _, most = _sizes(record.chunks)
         returned = [self._empty((sum(sends), *values.shape[1:]), values.dtype) for values in given]
-        packed = [values.index_select(0, record.chunks.places[: sum(receives)]) for values in given]
+        places = record.chunks.places[: sum(receives)]
+        packed = [self._empty((sum(receives), *values.shape[1:]), values.dtype) for values in given]
+        for values, rows in zip(given, packed, strict=True):
+            torch.index_select(values.detach(), 0, places, out=rows)
         yield from self._exchange(operation, packed, receives, returned, sends, most)
         return read(self._as_destinations(returned))
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return pooled(shape, dtype) if self.device.type == "cpu" else super()._empty(shape, dtype)
 
     def _exchange(
         self,

@@ -14,7 +14,8 @@ _limit: int | None = None  # by `set_pool_limit`
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of shared memory of this process for redistributions on the `shared_memory` and `hierarchical` transports.
+    """Bytes of shared memory of this process for redistributions on the `shared_memory` and `hierarchical` transports,
+    and of memory that token dispatch on `process_group` keeps on CPUs, which no other process maps.
 
     Attributes:
         allocated: in use by tensors, in whole pages, rounded up by at most an eighth.

@@ -152,6 +152,7 @@ class SharedMemoryTransport:
         self._peers: dict[int, _Peer] = {}
         self._peers_of: dict[tuple[int, ...], list[_Peer]] = {}
         self._addresses: dict[int, Address] = {}  # a place in the pool never changes
+        self._opened: dict[tuple[Address, int], torch.Tensor] = {}  # of peers, likewise
         self._receive_buffers: dict[tuple[int, ...], ReceiveBuffers] = {}
         self.error: TransportError | None = None
         self.busy = False
@@ -199,22 +200,29 @@ class SharedMemoryTransport:
         rank, segment, offset = address
         if rank == self.rank:
             return self._pool.segments[segment].bytes[offset : offset + nbytes]
+        opened = self._opened.get((address, nbytes))
+        if opened is not None:
+            return opened
         try:
             whole = self._peers[rank].segment(segment)
         except PeerError as error:  # a peer that fails removes its names
             raise PeerError(f"{error}{self.rendezvous.errors.why_late(rank)}") from error
-        return whole[offset : offset + nbytes]
+        if len(self._opened) >= _CACHED_ADDRESSES:
+            self._opened.clear()
+        opened = self._opened[address, nbytes] = whole[offset : offset + nbytes]
+        return opened
 
     def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Address, object]:
         table = self._pool.empty((len(buffers), 2), torch.int64)
-        for row, buffer in enumerate(buffers):
+        words = _words(table, len(buffers))
+        for i, buffer in enumerate(buffers):
             if buffer is not None:
-                _, table[row, 0], table[row, 1] = self.address(buffer)
+                _, words[2 * i], words[2 * i + 1] = self.address(buffer)
         return self.address(table), table
 
     def offered(self, address: Address, number: int) -> list[Address]:
         # Read by the host: an address table of the transport, no values of a user's tensor.
-        words = (ctypes.c_int64 * (2 * number)).from_address(self.open(address, 16 * number).data_ptr())
+        words = _words(self.open(address, 16 * number), number)
         return [(address[0], words[i], words[i + 1]) for i in range(0, 2 * number, 2)]
 
     def receive_buffers(self, ranks: tuple[int, ...]) -> ReceiveBuffers:
@@ -392,6 +400,11 @@ class SharedMemoryTransport:
                 f"SHARDWEAVE_SEGMENTS=named has it opened by name, SHARDWEAVE_TRANSPORT=process_group does without"
             ) from error
         return peer
+
+
+def _words(table: torch.Tensor, number: int) -> ctypes.Array[ctypes.c_int64]:
+    """The segments and offsets of a table of `number` addresses."""
+    return (ctypes.c_int64 * (2 * number)).from_address(table.data_ptr())
 
 
 def _process_key(rank: int) -> str:
