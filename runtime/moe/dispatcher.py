@@ -110,9 +110,9 @@ class TokenDispatcher(TokenEngine):
             Default: True with a `capacity` of at most 1.5 * max_tokens * top_k rows, where it costs little beside
             dispatch and combine; independent of the number of ranks. Batched buffers have no such rows.
         two_level: if the ranks are on several nodes. True: a token crosses the network once for each node that has
-            experts of it, to a rank that forwards it in shared memory, and returns as one sum. False: once for each of
-            its pairs there. Results are equal to the bit. For CPUs with transport="hierarchical", or with one rank on
-            each node, and chunks of exact size. Default: the cheaper by the topology's prices, which `explain` states.
+            experts of it, to a rank that forwards it there, and returns as one sum. False: once for each of its pairs
+            there. Results are equal to the bit. Only with chunks of exact size: True stands for splits="host". Default:
+            the cheaper by the topology's prices, which `explain` states.
         num_sms: on GPUs, the maximum SMs that the kernels which push rows and which combine them take, so that the
             experts' GEMMs of another stream keep the others while rows travel. Few make dispatch and combine slower.
             Need not be equal on all ranks. Default: `SHARDWEAVE_NUM_SMS`, or no limit.

@@ -169,12 +169,18 @@ class SendRecvTransfer(TokenTransfer):
     def _fetch(
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
     ) -> Steps[list[torch.Tensor]]:
+        return read(self._as_destinations((yield from self._returned(operation, record, given))))
+
+    def _returned(
+        self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor]
+    ) -> Steps[list[torch.Tensor]]:
+        """Return the rows of `given` to those that sent them; return this rank's."""
         assert record.chunks is not None
         sends, receives, _, most = _sizes(record.chunks)
         returned = [self._empty((sum(sends), *values.shape[1:]), values.dtype) for values in given]
         packed = [values.index_select(0, record.chunks.places[: sum(receives)]) for values in given]
         yield from self._exchange(operation, packed, receives, returned, sends, most)
-        return read(self._as_destinations(returned))
+        return returned
 
     def _exchange(
         self,
