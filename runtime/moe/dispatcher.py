@@ -111,9 +111,9 @@ class TokenDispatcher(TokenEngine):
             Default: True with a `capacity` of at most 1.5 * max_tokens * top_k rows, where it costs little beside
             dispatch and combine; independent of the number of ranks. Batched buffers have no such rows.
         two_level: if the ranks are on several nodes. True: a token crosses the network once for each node that has
-            experts of it, to a rank that forwards it in shared memory, and returns as one sum. False: once for each of
-            its pairs there. Results are equal to the bit. For CPUs with transport="hierarchical", or with one rank on
-            each node, and chunks of exact size. Default: the cheaper by the topology's prices, which `explain` states.
+            experts of it, to a rank that forwards it there, and returns as one sum. False: once for each of its pairs
+            there. Results are equal to the bit. Only with chunks of exact size: True stands for splits="host". Default:
+            the cheaper by the topology's prices, which `explain` states.
         dedupe: with transport="symmetric_memory". True: a token goes once to each rank that has experts of it, which
             copies it to its rows and returns one sum; rows are no pooled buffers then, and sums are in `dtype` with
             quantize_output as well. False: once for each of its pairs. Results are equal to the bit. Default: the

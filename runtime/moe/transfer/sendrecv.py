@@ -171,6 +171,12 @@ class SendRecvTransfer(TokenTransfer):
     def _fetch(
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
     ) -> Steps[list[torch.Tensor]]:
+        return read(self._as_destinations((yield from self._returned(operation, record, given))))
+
+    def _returned(
+        self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor]
+    ) -> Steps[list[torch.Tensor]]:
+        """Return the rows of `given` to those that sent them; return this rank's."""
         assert record.chunks is not None
         sends, receives, _, most = _sizes(record.chunks)
         returned = [self._empty((sum(sends), *values.shape[1:]), values.dtype) for values in given]
@@ -179,7 +185,7 @@ class SendRecvTransfer(TokenTransfer):
         for values, rows in zip(given, packed, strict=True):
             torch.index_select(values.detach(), 0, places, out=rows)
         yield from self._exchange(operation, packed, receives, returned, sends, most)
-        return read(self._as_destinations(returned))
+        return returned
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return pooled(shape, dtype) if self.device.type == "cpu" else super()._empty(shape, dtype)

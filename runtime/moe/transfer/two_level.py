@@ -55,7 +55,7 @@ class TwoLevelTransfer(TokenTransfer):
     """Ranks exchange tokens and sums with one rank of each other node. Together with a transfer of one level, which
     subclasses inherit after this class.
 
-    Subclasses set `_on_node`, the ranks inside the node as destinations of `TokenRows`, by `_set_inside`, and implement
+    Subclasses call `_set_inside`, set `_at`, this rank's index among the destinations inside the node, and implement
     `_opened`.
     """
 
@@ -63,6 +63,7 @@ class TwoLevelTransfer(TokenTransfer):
 
     two_level = True
     _on_node: PhysicalExperts
+    _at: int
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:

@@ -22,7 +22,7 @@ from .push import PushTransfer
 from .two_level import COUNTS, NUMBERS, Sent, TwoLevelTransfer
 
 
-class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):
+class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc] # a transport of both kinds
     """Ranks of a node write into each other's memory and read it."""
 
     algorithm = "each token once per node that has experts of it, and one sum back; inside a node rows are pushed"

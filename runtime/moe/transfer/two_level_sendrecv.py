@@ -139,9 +139,8 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         tokens_to = torch.zeros_like(received).index_copy_(0, self._forwarder, by_node.sum(1))
         tokens_from = torch.zeros_like(received).index_copy_(0, self._brought[1:], numbers)
         sizes = self._read(torch.cat((sends, receives, padding, tokens_to, tokens_from)))
-        of_chunks, host_sends, host_receives = sizes.split((2 * c.ranks + 1, c.ranks, c.ranks))
-        no_bound = torch.zeros(1, dtype=torch.int64, device="cpu")
-        chunks = Chunks(*of_chunks.split((c.ranks, c.ranks, 1)), no_bound, places)
+        rows_to, rows_from, padded, host_sends, host_receives = sizes.split((c.ranks, c.ranks, 1, c.ranks, c.ranks))
+        chunks = Chunks(rows_to, rows_from, padded, torch.zeros(1, dtype=torch.int64, device="cpu"), places)
         # Of known size, so that the host need not wait for it.
         which, token = torch.nonzero_static(by_node, size=_total(host_sends)).unbind(1)
         has_row = (expert >= 0) & (place < groups.limit[expert.clamp(min=0).long()])
@@ -179,10 +178,7 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
     def _opened(
         self, operation: int, given: Sequence[torch.Tensor], record: DispatchRecord
     ) -> Steps[Sequence[Buffers]]:
-        def unchanged(buffers: Sequence[Buffers]) -> Any:
-            return buffers
-
-        return (yield from self._fetch(operation, record, given, unchanged))
+        return self._as_destinations((yield from self._returned(operation, record, given)))
 
     def _exchange(
         self,

@@ -272,10 +272,12 @@ def test_payloads_among_processes(transport: str) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("two_level", [True, False])
-def test_payloads_between_nodes(two_level: bool) -> None:
+@pytest.mark.parametrize(
+    "transport, two_level", [("hierarchical", True), ("hierarchical", False), ("process_group", True)]
+)
+def test_payloads_between_nodes(transport: str, two_level: bool) -> None:
     nodes = {"SHARDWEAVE_NODE_SIZE": "2"}
-    run_ranks(forwarded, 3, "hierarchical", {"payloads": FP4, "two_level": two_level}, environment=nodes)
+    run_ranks(forwarded, 3, transport, {"payloads": FP4, "two_level": two_level}, environment=nodes)
 
 
 @pytest.mark.multi

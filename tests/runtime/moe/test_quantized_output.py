@@ -112,8 +112,9 @@ def test_quantized_output_by_interpreted_kernels() -> None:
 def test_quantized_output_on_two_levels() -> None:
     nodes = {"SHARDWEAVE_NODE_SIZE": "2"}
     want = wanted("fp8_128", one_sided=False, nodes=[0, 0, 1], two_level=True)
-    got = run_ranks(rounds_of, SIZE, "hierarchical", "fp8_128", {"two_level": True}, environment=nodes)
-    assert got == want
+    for transport in ("hierarchical", "process_group"):
+        got = run_ranks(rounds_of, SIZE, transport, "fp8_128", {"two_level": True}, environment=nodes)
+        assert got == want, transport
 
 
 def test_quantize_output_refuses_other_names() -> None:

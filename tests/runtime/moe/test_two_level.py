@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -377,9 +378,11 @@ def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], s
     [(3, 2), pytest.param(4, 2, marks=pytest.mark.long), pytest.param(3, 1, marks=pytest.mark.long),
      pytest.param(8, 3, marks=pytest.mark.long)],
 )  # fmt: skip
-def test_processes_on_pretended_nodes_equal_virtual_ranks(size: int, node_size: int) -> None:
+def test_processes_on_pretended_nodes_equal_virtual_ranks(size: int, node_size: int, tmp_path: Path) -> None:
     """Ranks of nodes of one rank each have no common memory at all."""
-    found = run_ranks(on_pretended_nodes, size, None, environment={"SHARDWEAVE_NODE_SIZE": str(node_size)})
+    # Prices are not those that `calibrate` may have kept on this machine.
+    environment = {"SHARDWEAVE_NODE_SIZE": str(node_size), "XDG_CACHE_HOME": str(tmp_path)}
+    found = run_ranks(on_pretended_nodes, size, None, environment=environment)
     want = virtual_rounds(size, nodes=[rank // node_size for rank in range(size)])
     for rank, (bits, text) in enumerate(found):
         assert bits == want[rank], rank
