@@ -256,7 +256,7 @@ def _constants(
     scaled = {"GROUP": 0, "POWERS": False, "ROW_BYTES": 0, "SCALES_AT": 0}
     if quantized is not None:
         group, powers = quantized.how.group or hidden, quantized.how.scale_dtype is not torch.float32
-        scaled = {"GROUP": group, "POWERS": powers, "ROW_BYTES": row_bytes, "SCALES_AT": quantized.scales_at}
+        scaled = {"GROUP": group, "POWERS": powers, **quantized.places(row_bytes)}
     constants |= scaled | {"SOFT": interpreted(combine_rows_kernel), "POISON": poison_word(dtype)[0]}
     constants |= signal_constants(peers, launch.num_warps)
     # A fused multiply-add would round once less than the definition.

@@ -63,6 +63,7 @@ class TwoLevelTransfer(PushTransfer):
     transport: TwoSidedTransport  # type: ignore[assignment]
 
     two_level = True
+    quantizes_rows = False  # they cross the network quantized
     algorithm = "each token once per node that has experts of it, and one sum back; inside a node rows are pushed"
 
     @classmethod
