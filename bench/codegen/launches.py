@@ -6,6 +6,7 @@ every constant here is one that a launcher passes, and every kernel one that is 
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -121,6 +122,8 @@ class Specialisation:
         if self.on_boxes or "COLS" not in c:
             return 0, 0
         k = c.get("K", 0)
+        if self.quantizes:  # a row with one scale is read twice
+            return 1 + (not k and c["GROUP"] >= c["H"]), k or 1
         both = {
             "push_rows": (1, k + 1),
             "offer_tokens": (1, 1),
@@ -139,17 +142,24 @@ class Specialisation:
         return both[self.kernel]
 
     @property
+    def quantizes(self) -> bool:
+        """Whether it casts rows to float8."""
+        return self.kernel in ("quantize_rows", "push_rows") and bool(self.constants.get("GROUP"))
+
+    @property
     def words(self) -> tuple[int, int]:
         """Bytes of a word, read and written: of boxes, or an element of a row."""
         names = ("FROM_WORD", "TO_WORD") if self.kernel.startswith("reduce_") else ("WORD", "WORD")
         source, target = (self.constants[name].primitive_bitwidth // 8 for name in names)
-        return source, target
+        return source, 1 if self.quantizes else target
 
     @property
     def vectors(self) -> tuple[int, int]:
         """Bytes that addresses, strides and lengths allow an access to have, read and written."""
         if not self.on_boxes:
-            return self.constants["ALIGN"], self.constants["ALIGN"]
+            align = self.constants["ALIGN"]
+            # Rows of float8 are aligned, and as long as H bytes.
+            return align, math.gcd(self.constants["H"], 16) if self.quantizes else align
         source, target = self.words
         return source * self.constants["VS"], target * self.constants["VD"]
 

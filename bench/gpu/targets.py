@@ -163,7 +163,7 @@ def targets(measuring: Measuring) -> Iterator[Target]:
         lambda case: measuring.latency(case, VirtualRank(batched, device).both, sets),
     )  # fmt: skip
     yield Target(
-        f"decode in fp8: quantize + route + push + combine, {few}", "µs", 60.0, False,
+        f"decode in fp8: route + quantizing push + combine, {few}", "µs", 60.0, False,
         lambda case: measuring.latency(case, VirtualRank(few, device).both_quantized, sets),
     )  # fmt: skip
     yield Target(

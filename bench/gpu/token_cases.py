@@ -255,9 +255,9 @@ class VirtualRank:
         return out.to(self.device)
 
     def both_quantized(self) -> Made:
-        """A whole dispatch of rows that are quantized first, their scales copied out, and the combine of others."""
+        """A whole dispatch of rows, quantized on the way, their scales copied out, and the combine of others."""
         x, rows, (numbers, weight_buffers) = self.tokens(), _packed(self.shape), self.numbers()
-        out = poisoned(len(x) * rows.words, torch.int32, self.device).view(len(x), rows.words)
+        quantized = QuantizedRows(QUANTIZATIONS[QUANTIZE], rows.begins[1])
         whole = poisoned(self.shape.ranks * self.rows * rows.words, torch.int32, self.device).view(-1, rows.words)
         buffers = Buffers(whole.split(self.rows))
         own = buffers.tensors[self.me]
@@ -266,17 +266,19 @@ class VirtualRank:
         combine, combined = self.combine()
 
         def call() -> None:
-            quantize_rows(x, out, rows.begins[1], QUANTIZATIONS[QUANTIZE])
             groups, located = self.route()
-            push_rows(out, located, buffers, groups, self.me, self.weights, weight_buffers, most_padding=0)
+            push_rows(
+                x, located, buffers, groups, self.me, self.weights, weight_buffers, most_padding=0, quantized=quantized
+            )
             copy_columns(own, rows.begins[1], scales, number)
             combine()
 
         def right() -> bool:
             first = rows.begins[1] // 4
             copied = own[:, first : first + scales.shape[1]].equal(scales.view(torch.int32))
-            want = self._quantized(x)
-            pushed = all(bool(whole[self.at[:, k]].equal(want)) for k in range(self.shape.top_k))
+            used = slice(first + scales.shape[1])  # what follows is undefined
+            want = self._quantized(x)[:, used]
+            pushed = all(bool(whole[self.at[:, k], used].equal(want)) for k in range(self.shape.top_k))
             return copied and pushed and bool(numbers[self.at].equal(self.weights)) and combined()
 
         return call, right

@@ -275,7 +275,7 @@ def quantized_constants(quantized: QuantizedRows | None, hidden: int, row_bytes:
     if quantized is None:
         return {"GROUP": 0, "POWERS": False, "ROW_BYTES": 0, "SCALES_AT": 0}
     group, powers = quantized.how.group or hidden, quantized.how.scale_dtype is not torch.float32
-    return {"GROUP": group, "POWERS": powers, "ROW_BYTES": row_bytes, "SCALES_AT": quantized.scales_at}
+    return {"GROUP": group, "POWERS": powers, **quantized.places(row_bytes)}
 
 
 def combine_rows_cpu(

@@ -1,8 +1,13 @@
-"""push_rows: store each token's row in its destinations' buffers; each row is read once and stored up to K times."""
+"""push_rows: store each token's row in its destinations' buffers; each row is read once and stored up to K times.
+
+Rows may be quantized on the way, to what quantize_rows would have written: a program casts whole groups of a row. For
+one scale of a row it would have to read all of it twice, in a loop for which registers spill: these are cast before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -13,6 +18,12 @@ from ...errors import ArgumentError
 from ..fused_signals import is_last_program
 from ..launch import Constants, Launches, runs_on
 from .group_rows import Groups
+from .quantize_rows import (
+    QuantizedRows,
+    check_payload,
+    quantized_groups,
+    store_scales,
+)
 from .rows import (
     Buffers,
     RowLaunch,
@@ -28,6 +39,7 @@ from .rows_cpu import HostRows, host_array
 from .window_signals import WindowBarrier, barrier_of_ranks, finished_of, signal_constants
 
 MOST_PADDING = 64  # parts that share the padding of one group
+NOT_QUANTIZED = {"GROUP": 0, "POWERS": False, "DTYPE": None, "ROW_BYTES": 0, "SCALES_AT": 0}
 
 
 @triton.jit(
@@ -62,6 +74,11 @@ def push_rows_kernel(
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,  # bytes
     VEC: tl.constexpr,  # elements
+    GROUP: tl.constexpr,  # elements of a scale; 0: rows are not quantized
+    POWERS: tl.constexpr,  # whether scales are powers of two, of 8 bits
+    DTYPE: tl.constexpr,  # of rows that are quantized
+    ROW_BYTES: tl.constexpr,  # of a quantized row
+    SCALES_AT: tl.constexpr,  # the byte of a quantized row in which its scales begin
     PADDING: tl.constexpr,  # parts of each group's padding
     HAS_WEIGHTS: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -76,41 +93,83 @@ def push_rows_kernel(
     for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
         # A loop variable is a number of Python's in the interpreter.
         t = tl.full((), 0, tl.int64) + block // row_blocks
-        first = block % row_blocks == 0
-        c = block % row_blocks * COLS + tl.arange(0, COLS)
-        inside = c < H
+        part = block % row_blocks
+        first = part == 0
         if t < tokens:
-            source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
-            words = tl.load(source + tl.multiple_of(t * x_stride, VEC) + c, mask=inside, other=0)
-            for i in tl.static_range(K):
-                row = tl.load(row_in + t * K + i)
-                key = tl.load(key_in + t * K + i)
-                if row >= 0:
-                    destination = key // K
-                    # An address that was an integer has lost its alignment.
-                    base = address_of(buffers, choice, error, choice_stride, destination, True, CHOSEN)
-                    target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
-                    tl.store(target + row.to(tl.int64) * H + c, words, mask=inside)
-                    if HAS_WEIGHTS:
-                        if first:
-                            weight = tl.load(weights + t * weight_stride + key % K)
-                            there = tl.load(weight_buffers + destination).to(tl.pointer_type(tl.float32))
-                            tl.store(there + row, weight)
+            source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN) + tl.multiple_of(t * x_stride, VEC)
+            if GROUP == 0:
+                c = part * COLS + tl.arange(0, COLS)
+                words = tl.load(source + c, mask=c < H, other=0)
+                push_piece(
+                    key_in, row_in, buffers, weights, weight_buffers, choice, error, weight_stride, choice_stride, t,
+                    words, c, c < H, 0, 0, False, first, K, H, WORD, ALIGN, 0, False, HAS_WEIGHTS, CHOSEN,
+                )  # fmt: skip
+            else:
+                GROUPS: tl.constexpr = COLS // GROUP
+                group = part * GROUPS + tl.arange(0, GROUPS)[:, None]
+                c = group * GROUP + tl.arange(0, GROUP)[None, :]
+                elements, bits = quantized_groups(source, c, H, POWERS, DTYPE)
+                push_piece(
+                    key_in, row_in, buffers, weights, weight_buffers, choice, error, weight_stride, choice_stride, t,
+                    elements, c, c < H, bits, group, group * GROUP < H, first, K, ROW_BYTES, tl.int8, 16,
+                    SCALES_AT, POWERS, HAS_WEIGHTS, CHOSEN,
+                )  # fmt: skip
         else:
-            group = (t - tokens) // PADDING
-            end = tl.load(offsets + group).to(tl.int64)
-            begin = end - (tl.load(padded_counts + group) - tl.load(counts + group))
+            own_group = (t - tokens) // PADDING
+            end = tl.load(offsets + own_group).to(tl.int64)
+            begin = end - (tl.load(padded_counts + own_group) - tl.load(counts + own_group))
             base = address_of(buffers, choice, error, choice_stride, own, True, CHOSEN)
-            target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
-            zeros = tl.zeros([COLS], tl.int32).to(WORD)
             for pad in range(begin + (t - tokens) % PADDING, end, PADDING):
-                tl.store(target + pad * H + c, zeros, mask=inside)
+                if GROUP == 0:
+                    c = part * COLS + tl.arange(0, COLS)
+                    target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
+                    tl.store(target + pad * H + c, tl.zeros([COLS], tl.int32).to(WORD), mask=c < H)
+                else:  # in words, however many columns these are
+                    words = tl.multiple_of(base.to(tl.pointer_type(tl.int32)), 16) + pad * (ROW_BYTES // 4)
+                    for start in range(part * COLS, ROW_BYTES // 4, row_blocks * COLS):
+                        at = start + tl.arange(0, COLS)
+                        tl.store(words + at, tl.zeros([COLS], tl.int32), mask=at < ROW_BYTES // 4)
                 if HAS_WEIGHTS:
                     if first:
                         tl.store(tl.load(weight_buffers + own).to(tl.pointer_type(tl.float32)) + pad, 0.0)
     if PEERS > 0:
         if is_last_program(finished_of(signals)):
             barrier_of_ranks(signals, fingerprint, PEERS, TIMED, PTX, WIDTH)
+
+
+@triton.jit
+def push_piece(
+    key_in, row_in, buffers, weights, weight_buffers, choice, error, weight_stride, choice_stride, t,
+    words, c, inside,
+    scales, group, there,
+    first,  # whether this piece is the row's first: its weight goes along
+    K: tl.constexpr,
+    ROW: tl.constexpr,  # words
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,  # bytes
+    SCALES_AT: tl.constexpr,  # 0: there are no scales
+    POWERS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """Store words c of token t's row at its destinations; `scales`: the bits of those of groups."""
+    for i in tl.static_range(K):
+        row = tl.load(row_in + t * K + i)
+        key = tl.load(key_in + t * K + i)
+        if row >= 0:
+            destination = key // K
+            # An address that was an integer has lost its alignment.
+            base = address_of(buffers, choice, error, choice_stride, destination, True, CHOSEN)
+            target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * ROW
+            tl.store(target + c, words, mask=inside)
+            if SCALES_AT > 0:
+                of_row = base.to(tl.pointer_type(tl.int8)) + (row.to(tl.int64) * ROW + SCALES_AT)
+                store_scales(of_row, group, scales, there, POWERS)
+            if HAS_WEIGHTS:
+                if first:
+                    weight = tl.load(weights + t * weight_stride + key % K)
+                    numbers = tl.load(weight_buffers + destination).to(tl.pointer_type(tl.float32))
+                    tl.store(numbers + row, weight)
 
 
 _launches = Launches(push_rows_kernel)
@@ -126,9 +185,15 @@ def _constants(
     padding: int,
     has_weights: bool,
     chosen: bool,
+    quantized: QuantizedRows | None,
+    row_bytes: int,
     peers: int,
 ) -> Constants:
-    constants = row_constants(dtype, hidden, align) | {"K": k, "COLS": launch.columns, "PADDING": padding}
+    constants = row_constants(dtype, hidden, align) | {"K": k, "PADDING": padding}
+    if quantized is None:
+        constants |= {"COLS": launch.columns, **NOT_QUANTIZED}
+    else:
+        constants |= quantized.how.constants(dtype, hidden, launch.columns) | quantized.places(row_bytes)
     constants |= {"HAS_WEIGHTS": has_weights, "CHOSEN": chosen, **signal_constants(peers, launch.num_warps)}
     return Constants(push_rows_kernel, constants, num_warps=launch.num_warps)
 
@@ -144,28 +209,35 @@ def push_rows(
     most_padding: int = MOST_PADDING,
     launch: RowLaunch | None = None,
     barrier: WindowBarrier | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> None:
     """Store every row of `x` in each of its destinations and zero the padding rows of the own buffer.
 
     Rows of the buffers that are neither padding nor written by a rank are not initialised.
 
     Args:
-        x: [T, H], 16- or 32-bit, the elements of a row adjacent, any stride between rows.
+        x: [T, H], 16- or 32-bit, floats to be quantized, the elements of a row adjacent, any stride between rows.
         rows: from locate_rows.
-        buffers: [R, H] of x's dtype, of each destination.
+        buffers: [R, H] of x's dtype, of each destination; packed rows, int32, at multiples of 16 bytes, if quantized.
         groups: from group_rows; the groups of the own buffer.
         own: index of this rank's buffer.
         weights: float32 [T, K], stored at the same rows of `weight_buffers`, float32 [R] each.
         most_padding: an upper bound of the padding rows of a group; 0: no padding is zeroed.
         launch: default: RowLaunch.for_rows.
         barrier: of the ranks, when all rows have been stored; only where kernels run.
+        quantized: how rows are stored, in groups, which are cast as by quantize_rows; None: as they are.
 
     Raises:
-        ArgumentError: unsupported shape or dtype.
+        ArgumentError: unsupported shape, dtype or address.
     """
     tokens, k = rows.key.shape
-    hidden = buffers.shape[1]
-    check_rows("x", x, (tokens, hidden), buffers.dtype)
+    hidden, dtype = (buffers.shape[1], buffers.dtype) if quantized is None else (x.shape[-1], x.dtype)
+    check_rows("x", x, (tokens, hidden), dtype)
+    if quantized is not None:
+        check_payload(dtype)
+        if quantized.how.group is None:
+            raise ArgumentError("quantized: one scale for a row; allowed: groups with a scale, or quantize_rows before")
+        quantized.check(buffers.dtype, buffers.shape, hidden)
     if weights is not None and (weights.shape != (tokens, k) or weights.dtype is not torch.float32):
         raise ArgumentError(
             f"weights: {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of shape {(tokens, k)}"
@@ -173,10 +245,17 @@ def push_rows(
     if (weights is None) != (weight_buffers is None):
         raise ArgumentError("weights and weight_buffers: one was given; both or neither are allowed")
     if not runs_on(x.device):
+        if quantized is not None:
+            x = quantized.rows_of(x, buffers.shape[1])
         push_rows_cpu(x, rows, buffers, groups, own, weights, weight_buffers, most_padding)
         return
     launch = launch or RowLaunch.for_rows(hidden, x.element_size())
     table, bits = buffers.table()
+    if quantized is not None:
+        if bits % 16:
+            raise ArgumentError("buffers: not at multiples of 16 bytes; allowed: packed rows at multiples of 16 bytes")
+        # As many as of a 16-bit row, of which a thread then stores 16 at once; addresses of x alone are of x's dtype.
+        launch, bits = replace(launch, columns=launch.columns * x.element_size() // 2), 0
     if weights is not None and weights.stride(1) != 1:
         weights = weights.contiguous()
     weight_table = table if weight_buffers is None else weight_buffers.table()[0]
@@ -188,9 +267,13 @@ def push_rows(
         given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
         choice = buffers.choice
         index, error = (rows.key, table) if choice is None else choice
-        blocks = rows_and_padding * cdiv(hidden, launch.columns)
+        columns = launch.columns if quantized is None else quantized.how.columns(hidden, launch.columns)
+        blocks = rows_and_padding * cdiv(hidden, columns)
         programs = max(launch.programs_for(blocks), 1)
-        constants = (x.dtype, k, hidden, align, launch, each, weights is not None, choice is not None)
+        constants = (
+            x.dtype, k, hidden, align, launch, each, weights is not None, choice is not None, quantized,
+            buffers.shape[1] * 4,
+        )  # fmt: skip
         tensors = (
             rows.key, rows.row, table, given, weight_table, groups.offsets, groups.counts, groups.padded_counts,
             index, error,

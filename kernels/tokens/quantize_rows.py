@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -18,12 +19,12 @@ import triton.language as tl
 
 from ...errors import ArgumentError
 from ..dtypes import ELEMENTS, decode, encode
-from ..launch import Constants, Launches, interpreted, runs_on
+from ..launch import Constants, Launches, runs_on
 from .rows import CHUNK, PAYLOADS, cdiv, check_rows, power_of_two, programs_of, row_alignment, row_constants
 
 MOST = 448.0  # the largest float8_e4m3fn
 _LEAST = 2.0**-126
-_BLOCK = 2048  # elements of a program's step
+STEP = 2048  # elements that 4 warps cast at a time: 16 for each of 128 threads, which store them at once
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,22 @@ class Quantization:
         """Return the scales of a row."""
         return 1 if self.group is None else cdiv(hidden, self.group)
 
+    def columns(self, hidden: int, most: int) -> int:
+        """Return the elements of a row that a program casts at a time: at most `most`, or one group. A row with one
+        scale is one program's, in as many steps as that takes."""
+        if self.group is None:
+            return min(power_of_two(hidden), most)
+        return self.group * min(power_of_two(self.scales(hidden)), max(most // self.group, 1))
+
+    def blocks(self, hidden: int, columns: int) -> int:
+        """Return the programs' blocks of a row."""
+        return 1 if self.scales(hidden) == 1 else cdiv(hidden, columns)
+
+    def constants(self, dtype: torch.dtype, hidden: int, most: int) -> dict[str, Any]:
+        """Return the constants of kernels that quantize rows of `dtype`."""
+        powers, columns = self.scale_dtype is not torch.float32, self.columns(hidden, most)
+        return {"GROUP": self.group or hidden, "COLS": columns, "POWERS": powers, "DTYPE": ELEMENTS[dtype]}
+
 
 @dataclass(frozen=True)
 class QuantizedRows:
@@ -54,6 +71,10 @@ class QuantizedRows:
     how: Quantization
     scales_at: int
 
+    def places(self, nbytes: int) -> dict[str, int]:
+        """Return the constants of kernels over such rows of `nbytes`."""
+        return {"ROW_BYTES": nbytes, "SCALES_AT": self.scales_at}
+
     def check(self, dtype: torch.dtype, shape: torch.Size, hidden: int) -> None:
         """
         Raises:
@@ -65,6 +86,12 @@ class QuantizedRows:
                 f"buffers: {dtype} of shape {tuple(shape)}; allowed: int32, packed rows of {hidden} elements with "
                 f"scales at byte {self.scales_at}"
             )
+
+    def rows_of(self, x: torch.Tensor, words: int) -> torch.Tensor:
+        """Return `x`, [T, hidden], as packed rows of so many words, int32 [T, words]."""
+        rows = torch.empty((len(x), words), dtype=torch.int32, device=x.device)
+        quantize_rows(x, rows, self.scales_at, self.how)
+        return rows
 
     def values(self, rows: torch.Tensor, hidden: int) -> torch.Tensor:
         """Return the values of packed rows, int32 [R, W]: float32 [R, hidden]."""
@@ -107,6 +134,76 @@ def cast_group(value, scale, bad, POWERS: tl.constexpr):
     return tl.where(bad, tl.full((1, 1), 0x7F, tl.int8), encode(scaled, tl.float8e4nv, True))
 
 
+@triton.jit
+def load_group(source, c, H: tl.constexpr, DTYPE: tl.constexpr):
+    """Return elements c of a row, float32; 0 from H on."""
+    # No dtype of rows is decoded by float8 instructions.
+    return decode(tl.load(source + c, mask=c < H, other=0), DTYPE, False)
+
+
+@triton.jit
+def row_scale(source, H: tl.constexpr, COLS: tl.constexpr, POWERS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return `group_scale` of a row, [1, 1] each. Whoever casts the row then reads it again, from the cache."""
+    c = tl.arange(0, COLS)[None, :]
+    largest = tl.zeros([1, COLS], tl.int32)
+    for start in range(0, H, COLS):
+        value = load_group(source, start + c, H, DTYPE)
+        largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return group_scale(tl.max(largest, axis=1)[:, None], POWERS)
+
+
+@triton.jit
+def quantized_groups(source, c, H: tl.constexpr, POWERS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the bits of float8_e4m3fn elements, int8, and those of the scales of groups c, [groups, elements]."""
+    value = load_group(source, c, H, DTYPE)
+    largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]
+    scale, bits, bad = group_scale(largest, POWERS)
+    return cast_group(value, scale, bad, POWERS), bits
+
+
+@triton.jit
+def store_scales(scales, group, bits, there, POWERS: tl.constexpr):
+    """Store the bits of scales of groups, [groups, 1]; `scales`: a row's, as bytes, of no stated alignment, so that
+    they are stored one at a time: their masks are not those of vectors."""
+    if POWERS:
+        tl.store(scales + group, bits.to(tl.uint8).to(tl.int8, bitcast=True), mask=there)
+    else:
+        tl.store(scales.to(tl.pointer_type(tl.int32)) + group, bits, mask=there)
+
+
+@triton.jit
+def quantize_blocks(
+    x, out, x_stride, out_stride, scales_at, rows, programs,
+    H: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr, POWERS: tl.constexpr,
+    DTYPE: tl.constexpr, WORD: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Program i quantizes blocks i, i + programs, ... of the first rows: each is COLS elements of a row, a multiple of
+    GROUP, or, if a row has one scale, the row. Arguments and constants are those of quantize_rows_kernel."""
+    WHOLE: tl.constexpr = GROUP >= H
+    steps: tl.constexpr = 1 if WHOLE else (H + COLS - 1) // COLS
+    for block in range(tl.program_id(0).to(tl.int64), rows * steps, programs):
+        # A loop variable is a number of Python's in the interpreter.
+        t = tl.full((), 0, tl.int64) + block // steps
+        # An address that was an integer has lost its alignment.
+        source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN) + tl.multiple_of(t * x_stride, VEC)
+        target = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(tl.int8)), 16) + tl.multiple_of(t * out_stride, 16)
+        scales = out.to(tl.int64).to(tl.pointer_type(tl.int8)) + (t * out_stride + scales_at)
+        if WHOLE:
+            c = tl.arange(0, COLS)[None, :]
+            scale, bits, bad = row_scale(source, H, COLS, POWERS, DTYPE)
+            for start in range(0, H, COLS):
+                value = load_group(source, start + c, H, DTYPE)
+                tl.store(target + start + c, cast_group(value, scale, bad, POWERS), mask=start + c < H)
+            store_scales(scales, tl.zeros([1, 1], tl.int32), bits, tl.full([1, 1], 1, tl.int1), POWERS)
+        else:
+            GROUPS: tl.constexpr = COLS // GROUP
+            group = block % steps * GROUPS + tl.arange(0, GROUPS)[:, None]
+            c = group * GROUP + tl.arange(0, GROUP)[None, :]
+            elements, bits = quantized_groups(source, c, H, POWERS, DTYPE)
+            tl.store(target + c, elements, mask=c < H)
+            store_scales(scales, group, bits, group * GROUP < H, POWERS)
+
+
 @triton.jit(do_not_specialize=["x", "out", "x_stride", "out_stride", "scales_at", "rows", "programs"])
 def quantize_rows_kernel(
     num_rows,  # int32 [1]
@@ -119,53 +216,21 @@ def quantize_rows_kernel(
     programs: tl.int64,
     COUNTED: tl.constexpr,  # whether the number of rows is num_rows
     H: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,  # of a step
-    WHOLE: tl.constexpr,  # whether all groups of a row have one scale
-    POWERS: tl.constexpr,
+    GROUP: tl.constexpr,  # elements of a scale
+    COLS: tl.constexpr,  # elements of a step
+    POWERS: tl.constexpr,  # whether scales are powers of two, of 8 bits
     DTYPE: tl.constexpr,
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,  # bytes
     VEC: tl.constexpr,  # elements
-    SOFT: tl.constexpr,
 ):
-    """Program i processes blocks i, i + programs, ...: each is one step of groups of a row, or, if all groups of a row
-    have one scale, the row."""
-    steps: tl.constexpr = 1 if WHOLE else (H + GROUP * GROUPS - 1) // (GROUP * GROUPS)
-    blocks = rows * steps
+    """Program i processes blocks i, i + programs, ..., as `quantize_blocks` has them."""
+    number = rows
     if COUNTED:
-        blocks = tl.load(num_rows).to(tl.int64) * steps
-    for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
-        # A loop variable is a number of Python's in the interpreter.
-        t = tl.full((), 0, tl.int64) + block // steps
-        # An address that was an integer has lost its alignment.
-        source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN) + tl.multiple_of(t * x_stride, VEC)
-        target = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(tl.int8)), 16) + tl.multiple_of(t * out_stride, 16)
-        # Scales are stored one at a time: their masks are not those of vectors.
-        scales = out.to(tl.int64).to(tl.pointer_type(tl.int8)) + (t * out_stride + scales_at)
-        if WHOLE:
-            c = tl.arange(0, GROUP)[None, :]
-            largest = tl.zeros([1, GROUP], tl.int32)
-            for start in range(0, H, GROUP):
-                value = decode(tl.load(source + start + c, mask=start + c < H, other=0), DTYPE, SOFT)
-                largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-            scale, bits, bad = group_scale(tl.max(largest, axis=1)[:, None], POWERS)
-            for start in range(0, H, GROUP):
-                value = decode(tl.load(source + start + c, mask=start + c < H, other=0), DTYPE, SOFT)
-                tl.store(target + start + c, cast_group(value, scale, bad, POWERS), mask=start + c < H)
-            tl.store(scales.to(tl.pointer_type(tl.int32)) + tl.zeros([1, 1], tl.int32), bits)
-        else:
-            group = block % steps * GROUPS + tl.arange(0, GROUPS)[:, None]
-            c = group * GROUP + tl.arange(0, GROUP)[None, :]
-            value = decode(tl.load(source + c, mask=c < H, other=0), DTYPE, SOFT)
-            largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]
-            scale, bits, bad = group_scale(largest, POWERS)
-            tl.store(target + c, cast_group(value, scale, bad, POWERS), mask=c < H)
-            there = group * GROUP < H
-            if POWERS:
-                tl.store(scales + group, bits.to(tl.uint8).to(tl.int8, bitcast=True), mask=there)
-            else:
-                tl.store(scales.to(tl.pointer_type(tl.int32)) + group, bits, mask=there)
+        number = tl.load(num_rows).to(tl.int64)
+    quantize_blocks(
+        x, out, x_stride, out_stride, scales_at, number, programs, H, GROUP, COLS, POWERS, DTYPE, WORD, ALIGN, VEC
+    )  # fmt: skip
 
 
 _launches = Launches(quantize_rows_kernel)
@@ -173,12 +238,8 @@ _launches = Launches(quantize_rows_kernel)
 
 @cache
 def _constants(dtype: torch.dtype, hidden: int, align: int, how: Quantization, counted: bool) -> Constants:
-    group = min(power_of_two(hidden), _BLOCK) if how.group is None else how.group
-    groups = 1 if how.group is None else min(power_of_two(how.scales(hidden)), _BLOCK // group)
-    constants = row_constants(dtype, hidden, align) | {"GROUP": group, "GROUPS": groups, "WHOLE": how.group is None}
-    constants |= {"POWERS": how.scale_dtype is not torch.float32, "DTYPE": ELEMENTS[dtype]}
-    constants |= {"SOFT": interpreted(quantize_rows_kernel), "COUNTED": counted}
-    return Constants(quantize_rows_kernel, constants, num_warps=4)
+    constants = row_constants(dtype, hidden, align) | how.constants(dtype, hidden, STEP)
+    return Constants(quantize_rows_kernel, constants | {"COUNTED": counted}, num_warps=4)
 
 
 def quantize_rows(
@@ -196,8 +257,7 @@ def quantize_rows(
         ArgumentError: unsupported shape, dtype, stride or place.
     """
     hidden = x.shape[-1]
-    if x.dtype not in PAYLOADS:
-        raise ArgumentError(f"x: {x.dtype}; allowed: float32, bfloat16, float16")
+    check_payload(x.dtype)
     check_rows("x", x, (None, hidden), x.dtype)
     width = scales_at + how.scales(hidden) * how.scale_dtype.itemsize
     fits = out.dim() == 2 and len(out) == len(x) and out.dtype is torch.int32 and out.is_contiguous()
@@ -214,16 +274,22 @@ def quantize_rows(
         return
     address, stride = x.data_ptr(), x.stride(0)
     align = row_alignment(x.dtype, hidden, address | stride * x.element_size())
-    blocks = len(x)
-    if how.group is not None:
-        groups = min(power_of_two(how.scales(hidden)), _BLOCK // how.group)
-        blocks *= cdiv(hidden, how.group * groups)
+    blocks = len(x) * how.blocks(hidden, how.columns(hidden, STEP))
     # The rows of tokens are all there; of a buffer for received rows, which is often larger, programs find out.
     programs = blocks if num_rows is None else programs_of(x.device, blocks)
     numbers = address, out.data_ptr(), stride, out.stride(0) * 4, scales_at, len(x), programs
     count = out if num_rows is None else num_rows
     constants = _constants(x.dtype, hidden, align, how, num_rows is not None)
     _launches((programs, 1, 1), x.device, (count,), numbers, constants)
+
+
+def check_payload(dtype: torch.dtype) -> None:
+    """
+    Raises:
+        ArgumentError: rows of this dtype are not quantized.
+    """
+    if dtype not in PAYLOADS:
+        raise ArgumentError(f"x: {dtype}; allowed: float32, bfloat16, float16")
 
 
 def quantize_rows_cpu(x: torch.Tensor, out: torch.Tensor, scales_at: int, how: Quantization) -> None:

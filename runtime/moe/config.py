@@ -85,6 +85,8 @@ class DispatchConfig:
     """How combine quantizes rows."""
     packed: PackedRows | None = field(init=False, compare=False)
     """Where payloads lie in a row of dispatch; None: rows are those of x."""
+    quantized: QuantizedRows | None = field(init=False, compare=False)
+    """How dispatch quantizes rows."""
     dispatched: tuple[int, torch.dtype] = field(init=False, compare=False)
     """The elements of a row as dispatch sends it, and their dtype."""
     rows: int = field(init=False)
@@ -156,10 +158,13 @@ class DispatchConfig:
     def _set_packed(self) -> None:
         packed = packed_rows("quantize", self.quantize, self.hidden, self.payloads)
         output = packed_rows("quantize_output", self.quantize_output, self.hidden)
-        quantized = None
-        if self.quantize_output is not None and output is not None:
-            quantized = QuantizedRows(QUANTIZATIONS[self.quantize_output], output.begins[1])
-        self._set(packed_output=output, quantized_output=quantized)
+        quantized, quantized_output = (
+            QuantizedRows(QUANTIZATIONS[quantize], rows.begins[1])
+            if rows is not None and quantize is not None
+            else None
+            for rows, quantize in ((packed, self.quantize), (output, self.quantize_output))
+        )
+        self._set(packed_output=output, quantized=quantized, quantized_output=quantized_output)
         if packed is not None and self.save == "redispatch":
             raise ArgumentError("save: 'redispatch' with payloads or quantize; allowed: 'buffer', 'copy'")
         if packed is not None and self.payloads is not None:

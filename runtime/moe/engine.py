@@ -15,7 +15,6 @@ from ..transports.base import Transport
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord, Tokens
 from .overflow import LATEST, Overflow
-from .packed_rows import quantized
 from .pending import StartedCalls
 from .report import explain
 from .transfer.base import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, Steps, TokenTransfer
@@ -234,8 +233,10 @@ class TokenEngine:
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows that a dispatch of `x` sends."""
-        quantize, packed = self.config.quantize, self.config.packed
-        return _rows(x) if quantize is None or packed is None else quantized(_rows(x), quantize, packed)
+        quantized, packed = self.config.quantized, self.config.packed
+        if quantized is None or packed is None or self.transfers[0].pushed_quantized is not None:
+            return _rows(x)
+        return quantized.rows_of(_rows(x), packed.words)
 
     def _new_sums(self, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
         """Return memory of the transport for each rank's tokens, [T, H]."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, shown
-from ...kernels import QUANTIZATIONS, copy_columns, dequantize_rows, quantize_rows
+from ...kernels import QUANTIZATIONS, copy_columns, dequantize_rows
 
 ALIGNMENT = 16  # bytes, of each payload in a row
 MOST_PAYLOADS = 16
@@ -111,13 +111,6 @@ def _as_words(payload: torch.Tensor, size: int) -> torch.Tensor:
         return values.contiguous().view(torch.uint8) if item > 8 else values
     word = math.gcd(size, values.stride(0) * item, values.storage_offset() * item, 8)
     return values.view(_WORDS[word])
-
-
-def quantized(x: torch.Tensor, quantize: str, packed: PackedRows) -> torch.Tensor:
-    """Return x, [T, H], quantized with its scales, as packed rows."""
-    rows = torch.empty((len(x), packed.words), dtype=torch.int32, device=x.device)
-    quantize_rows(x, rows, packed.begins[1], QUANTIZATIONS[quantize])
-    return rows
 
 
 class Dequantize(torch.autograd.Function):

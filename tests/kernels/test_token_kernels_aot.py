@@ -38,7 +38,12 @@ from shardweave.kernels.tokens.offer_rows import offer_rows_kernel
 from shardweave.kernels.tokens.offer_tokens import offer_tokens_kernel
 from shardweave.kernels.tokens.push_rows import push_rows_kernel
 from shardweave.kernels.tokens.push_sums import push_sums_kernel
-from shardweave.kernels.tokens.quantize_rows import QUANTIZATIONS, _constants, quantize_rows_kernel
+from shardweave.kernels.tokens.quantize_rows import (
+    QUANTIZATIONS,
+    QuantizedRows,
+    _constants,
+    quantize_rows_kernel,
+)
 from shardweave.kernels.tokens.receive_rows import receive_rows_kernel
 from shardweave.kernels.tokens.route_rows import route_rows_kernel
 from shardweave.kernels.tokens.rows import PROGRAMS_OF_SM, RowLaunch, row_alignment, row_constants
@@ -162,6 +167,7 @@ def assert_equal_without_signals(got: int, want: int, constants: dict) -> None:
 @pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
 def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
     constants = {**row_launch(dtype, hidden), "K": k, "PADDING": 8, "HAS_WEIGHTS": True, "CHOSEN": False}
+    constants |= {**NOT_QUANTIZED, "DTYPE": None}
     constants |= signalling(target, constants["num_warps"], peers=7 * (k == 8))
     compiled = compile_kernel(push_rows_kernel, target, constants)
     assert_no_spill(compiled, target)
@@ -304,6 +310,35 @@ def test_quantize_rows_is_vectorised_and_does_not_spill(target, quantize, dtype,
         assert {width for op, width in results if op == "store"} & {4, 8, 16}
 
 
+def quantizing(quantize: str, dtype: torch.dtype, hidden: int, columns: int) -> dict:
+    """The constants of kernels that quantize rows into packed ones."""
+    how, rows = QUANTIZATIONS[quantize], packed_rows("quantize", quantize, hidden)
+    return how.constants(dtype, hidden, columns) | QuantizedRows(how, rows.begins[1]).places(rows.nbytes)
+
+
+@each_target
+@pytest.mark.parametrize("quantize", ["fp8_128", "mxfp8"])
+@pytest.mark.parametrize("dtype, hidden, k", [(torch.bfloat16, 7168, 8), (torch.float32, 7168, 8),
+                                              (torch.float16, 2500, 3)], ids=str)  # fmt: skip
+def test_push_rows_quantizes_without_spills_by_wide_accesses(target, quantize, dtype, hidden, k):
+    """float8 by integers, on targets without it too; with all that else there is."""
+    constants = row_launch(torch.bfloat16, hidden) | row_constants(dtype, hidden)
+    constants |= quantizing(quantize, dtype, hidden, constants["COLS"])
+    constants |= {"K": k, "PADDING": 8, "HAS_WEIGHTS": True, "CHOSEN": True}
+    constants |= signalling(target, constants["num_warps"])
+    compiled = compile_kernel(push_rows_kernel, target, constants)
+    assert_no_spill(compiled, target)
+    if hidden == 7168:
+        each = 2048 // (TARGETS[target].warp_size * 4)  # float8 of a thread, stored at once for each pair
+        pieces = each * dtype.itemsize // 16
+        loads, _ = wide(compiled, target)
+        assert loads >= pieces - (target == "gfx942")
+        assert accesses(compiled, target)["store", each] >= k
+        scale = 1 if quantize == "mxfp8" else 4
+        widths = {width for op, width in accesses(compiled, target) if op == "store"}
+        assert widths - {8, 16} == {scale, 4}, widths  # 4: the weights
+
+
 @each_target
 @pytest.mark.parametrize("quantize", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype, hidden, k", [(torch.bfloat16, 7168, 8), (torch.float32, 2500, 3)], ids=str)
@@ -341,6 +376,7 @@ def test_rows_of_any_length_compile(target, hidden):
     width = {1: 2, 3: 2, 2500: 8, 20: 8}[hidden]
     assert row_constants(dtype, hidden)["ALIGN"] == width
     push = {**row_launch(dtype, hidden), "K": 3, "PADDING": 8, "HAS_WEIGHTS": False, "CHOSEN": True}
+    push |= {**NOT_QUANTIZED, "DTYPE": None}
     push |= signalling(target, push["num_warps"])
     assert_no_spill(compile_kernel(push_rows_kernel, target, push), target)
     combine = {**row_launch(dtype, hidden), "K": 3, "DTYPE": tl.bfloat16, "HAS_WEIGHTS": False, "HAS_ADD": False}

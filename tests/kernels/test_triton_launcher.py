@@ -316,7 +316,9 @@ def launches_of_windowed_tokens(stub: StubDriver) -> int:
         patch.object(dispatcher, "why_not_backend", lambda *_: None),
         patch.object(launch.RepeatedLaunch, "__call__", counted),
     ):
-        for settings in ({"pooled_buffers": 2}, {"pooled_buffers": 0, "zero_rows": True}):
+        for settings in (
+            {"pooled_buffers": 2}, {"pooled_buffers": 0, "zero_rows": True}, {"pooled_buffers": 2, "quantize": "mxfp8"},
+        ):  # fmt: skip
             d = TokenDispatcher(
                 num_experts=5, top_k=7, hidden=24, max_tokens=200, align=4, overflow="drop",
                 transport="symmetric_memory", **settings,
@@ -324,7 +326,8 @@ def launches_of_windowed_tokens(stub: StubDriver) -> int:
             for tokens, odd in ((200, False), (3, True), (200, False), (3, True), (200, True), (0, False)):
                 x, ids, weights = tokens_of_a_layer(tokens, odd)
                 routed = d.dispatch(x, ids, weights)
-                values = routed.output_buffer().copy_(routed.x) if odd else routed.x * 1
+                rows = routed.x if routed.scale is None else routed.dequantized()
+                values = routed.output_buffer().copy_(rows) if odd else rows * 1
                 y = d.combine(values, routed, add=None if odd else x)
                 if y.requires_grad:
                     y.backward(torch.ones_like(y))
@@ -346,7 +349,7 @@ FUNCTIONS = {
     launches_of_comparisons: 4,
     launches_that_are_wrong: 4,
 }
-LONG = {launches_of_tokens: 10, launches_of_windowed_tokens: 11}
+LONG = {launches_of_tokens: 10, launches_of_windowed_tokens: 12}
 
 
 def run_all(functions: dict[Callable[..., int], int]) -> dict[str, int | str]:

@@ -79,7 +79,7 @@ class Delivery(NamedTuple):
     operation: int
     record: DispatchRecord
     x: torch.Tensor
-    """[T, H], the rows of this rank's tokens; packed, if there are payloads."""
+    """[T, H], the rows of this rank's tokens; packed, if there are payloads, or if they have been quantized."""
     into: Any
     """The receive buffers, as returned by `_share`."""
     weights: torch.Tensor | None = None
@@ -102,6 +102,7 @@ class TokenTransfer:
         deduped: tokens cross once for each rank, as DispatchRecord.deduped describes.
         algorithm: how rows travel, in words.
         extra_words: words that a rank sends to each other rank with its counts.
+        quantizes_rows: whether rows may be quantized as they are pushed. See `pushed_quantized`.
         peers: the other active ranks, starting with the one after this rank.
         collectives: whether collectives of the process group may be used: not in the background, where they would be
             in another order than those of the program, which tell them apart by their order.
@@ -114,6 +115,7 @@ class TokenTransfer:
     deduped: ClassVar[bool] = False
     algorithm: ClassVar[str] = ""
     extra_words: ClassVar[int] = 0
+    quantizes_rows: ClassVar[bool] = False
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
@@ -299,6 +301,17 @@ class TokenTransfer:
     def _launch_of(self, rows: torch.Tensor) -> RowLaunch:
         """Return how rows are pushed: packed ones differ from those of the experts' output."""
         return RowLaunch.for_rows(rows.shape[1], rows.itemsize, self._num_sms)
+
+    @property
+    def pushed_quantized(self) -> QuantizedRows | None:
+        """How dispatch quantizes rows as it pushes them; None: it is given rows as they are sent."""
+        quantized = self.config.quantized
+        # A row with one scale would be read twice.
+        grouped = quantized is not None and quantized.how.group is not None
+        return quantized if grouped and self.quantizes_rows else None
+
+    def _quantized(self, operation: int) -> QuantizedRows | None:
+        return self.pushed_quantized if operation == DISPATCH else None
 
     def _share(self, operation: int, own: Sequence[torch.Tensor], ids: torch.Tensor | None = None) -> Steps[Shared]:
         """Make this rank's receive buffers `own` known to peers, count the pairs of `ids` and share the counts."""

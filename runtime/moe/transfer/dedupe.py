@@ -39,6 +39,7 @@ class DedupedTransfer(WindowTransfer):
     """Peers read this rank's tokens in its window, and write sums into it."""
 
     deduped = True
+    quantizes_rows = False  # several ranks fetch a token, which is quantized once before
     algorithm = "tokens fetched once by each rank that has experts of them, and copied there to their rows"
 
     @classmethod

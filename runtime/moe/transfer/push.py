@@ -29,6 +29,7 @@ class PushTransfer(TokenTransfer):
 
     transport: OneSidedTransport
 
+    quantizes_rows = True
     algorithm = "rows pushed straight to their group at the destination"
 
     def __init__(self, *args: Any) -> None:
@@ -64,7 +65,10 @@ class PushTransfer(TokenTransfer):
         weight_buffers = numbers[0] if numbers else None
         padding = self.config.most_padding
         launch = self._launch_of(x)
-        push_rows(x, record.rows, rows, record.groups, self.me, weights, weight_buffers, padding, launch)
+        push_rows(
+            x, record.rows, rows, record.groups, self.me, weights, weight_buffers, padding, launch,
+            quantized=self._quantized(operation),
+        )  # fmt: skip
         yield self._barrier(operation + _LAST)
         if take is not None:
             take(rows.tensors[self.me])

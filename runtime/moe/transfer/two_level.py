@@ -62,6 +62,7 @@ class TwoLevelTransfer(TokenTransfer):
     transport: TwoSidedTransport  # type: ignore[assignment]
 
     two_level = True
+    quantizes_rows = False  # they cross the network quantized
     _on_node: PhysicalExperts
     _at: int
 

@@ -62,6 +62,7 @@ class WindowTransfer(TokenTransfer):
     """Peers write into this rank's memory and read its window."""
 
     in_windows = True
+    quantizes_rows = True
     extra_words = 1  # the index of the wanted buffer
     algorithm = "rows pushed into a pooled buffer of their destination, or into its window and copied from there"
 
@@ -267,7 +268,10 @@ class WindowTransfer(TokenTransfer):
         padding = self.config.most_padding
         barrier = self._barrier(operation + _LAST)
         launch = self._launch_of(x)
-        push_rows(x, record.rows, buffers, record.groups, self.me, weights, weight_buffers, padding, launch, barrier)
+        push_rows(
+            x, record.rows, buffers, record.groups, self.me, weights, weight_buffers, padding, launch, barrier,
+            self._quantized(operation),
+        )  # fmt: skip
         if barrier is None:
             self._signal("barrier", operation + _LAST)
         of_window = self._received if operation == DISPATCH else self._rows

@@ -23,12 +23,14 @@ MOST = {
     "pooled": {"dispatch": (66, 5, 14), "combine": (82, 2, 1)},
     "copied, unused rows zeroed": {"dispatch": (63, 5, 12), "combine": (74, 2, 1)},
     "once per rank": {"dispatch": (66, 6, 15), "combine": (80, 3, 1)},
+    "quantized": {"dispatch": (86, 6, 27), "combine": (82, 2, 1)},
 }
 """By settings and call: Python calls, launches, torch operations."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "pooled": {"pooled_buffers": 2},
     "copied, unused rows zeroed": {"pooled_buffers": 0, "zero_rows": True},
     "once per rank": {"dedupe": True},
+    "quantized": {"pooled_buffers": 2, "quantize": "fp8_128"},
 }
 T, H, K, E, RANKS = 512, 64, 8, 64, 4
 
@@ -112,7 +114,7 @@ def counts() -> tuple[dict[str, dict[str, Any]], list[str]]:
         with torch.no_grad():
             dispatched = measured(partial(d.dispatch, x, ids, weights))
             routed = d.dispatch(x, ids, weights)
-            values = routed.x * 1
+            values = rows_of(routed) * 1
             counted[name] = {"dispatch": dispatched, "combine": measured(partial(d.combine, values, routed))}
             counted[name]["backward"] = backward_launches(d, launched, x, ids, weights)
             others = [d.dispatch(x[:t], ids[:t], weights[:t]) for t in (T, 1, 1, 1, 0, 0)]
@@ -120,12 +122,16 @@ def counts() -> tuple[dict[str, dict[str, Any]], list[str]]:
     return counted, wrong
 
 
+def rows_of(routed: Any) -> torch.Tensor:
+    return routed.x if routed.scale is None else routed.dequantized()
+
+
 @torch.enable_grad()
 def backward_launches(d: Any, launched: Counter[str], *tokens: torch.Tensor) -> dict[str, int]:
     """By kernel, of the backward of a combine that gives gradients of weights, and of its dispatch."""
     x, ids, weights = tokens[0].detach().requires_grad_(), tokens[1], tokens[2].detach().requires_grad_()
     routed = d.dispatch(x, ids, weights)
-    y = d.combine(routed.x * routed.weights[:, None].to(x.dtype), routed)
+    y = d.combine(rows_of(routed) * routed.weights[:, None].to(x.dtype), routed)
     launched.clear()
     y.backward(torch.ones_like(y))
     assert x.grad is not None and weights.grad is not None
@@ -136,7 +142,9 @@ def shared_or_strided(several: list[Any]) -> list[str]:
     """Results of dispatches that lie in the memory of others, or are not contiguous, or not as the first of a shape."""
     wrong, owners, first = [], dict[int, tuple[int, int]](), dict[tuple[int, int], Any]()
     for number, routed in enumerate(several):
-        for i, tensor in enumerate((routed.x, *routed._record.tensors())):
+        # Elements of quantized rows are columns of wider rows.
+        rows = (routed.x,) if routed.scale is None else (routed.scale,)
+        for i, tensor in enumerate((*rows, *routed._record.tensors())):
             form, at = (tensor.dtype, tensor.shape), tensor.untyped_storage().data_ptr()
             if tensor.numel() and owners.setdefault(at, (number, i)) != (number, i):
                 wrong.append(f"result {i} of dispatch {number} lies in the memory of {owners[at]}")
