@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,10 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # Few of its programs are compiled in one environment: headers compiled once cost more than they save.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+# No figures of this machine that its user has measured: plans of tests are by those of the table.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="shardweave-tests-")
+    os.environ["XDG_CACHE_HOME"] = _cache.name
 patch_triton_once()
 name_session()  # before xdist starts its workers, which share servers
 gc.disable()  # until modules are imported and tests are collected
