@@ -19,6 +19,7 @@ import torch
 from ....kernels import Buffers, CountedPairs, Groups, locate_rows, push_rows
 from ...statistics import stats
 from ...transports.base import TwoSidedTransport
+from ...transports.process_group import ProcessGroupTransport
 from ...transports.shared_memory.private_pool import pooled
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
@@ -188,7 +189,9 @@ class SendRecvTransfer(TokenTransfer):
         return returned
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return pooled(shape, dtype) if self.device.type == "cpu" else super()._empty(shape, dtype)
+        if self.device.type == "cpu" and isinstance(self.transport, ProcessGroupTransport):
+            return pooled(shape, dtype)
+        return super()._empty(shape, dtype)
 
     def _exchange(
         self,
