@@ -95,14 +95,15 @@ def push_rows_kernel(
         t = tl.full((), 0, tl.int64) + block // row_blocks
         part = block % row_blocks
         first = part == 0
+        column = part * COLS + tl.arange(0, COLS)
+        inside = column < H
         if t < tokens:
             source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN) + tl.multiple_of(t * x_stride, VEC)
             if GROUP == 0:
-                c = part * COLS + tl.arange(0, COLS)
-                words = tl.load(source + c, mask=c < H, other=0)
+                words = tl.load(source + column, mask=inside, other=0)
                 push_piece(
                     key_in, row_in, buffers, weights, weight_buffers, choice, error, weight_stride, choice_stride, t,
-                    words, c, c < H, 0, 0, False, first, K, H, WORD, ALIGN, 0, False, HAS_WEIGHTS, CHOSEN,
+                    words, column, inside, 0, 0, False, first, K, H, WORD, ALIGN, 0, False, HAS_WEIGHTS, CHOSEN,
                 )  # fmt: skip
             else:
                 GROUPS: tl.constexpr = COLS // GROUP
@@ -121,9 +122,8 @@ def push_rows_kernel(
             base = address_of(buffers, choice, error, choice_stride, own, True, CHOSEN)
             for pad in range(begin + (t - tokens) % PADDING, end, PADDING):
                 if GROUP == 0:
-                    c = part * COLS + tl.arange(0, COLS)
                     target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
-                    tl.store(target + pad * H + c, tl.zeros([COLS], tl.int32).to(WORD), mask=c < H)
+                    tl.store(target + pad * H + column, tl.zeros([COLS], tl.int32).to(WORD), mask=inside)
                 else:  # in words, however many columns these are
                     words = tl.multiple_of(base.to(tl.pointer_type(tl.int32)), 16) + pad * (ROW_BYTES // 4)
                     for start in range(part * COLS, ROW_BYTES // 4, row_blocks * COLS):
