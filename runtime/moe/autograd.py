@@ -22,7 +22,8 @@ def dispatch_tokens(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[Route
     """TokenDispatcher.dispatch of all ranks in this process."""
     if engine.config.save == "redispatch" and torch.compiler.is_compiling():
         raise UnsupportedError('save="redispatch" under torch.compile; allowed: "buffer", "copy"')
-    return routed_tokens(engine, engine.config, [Tokens(x, ids, weights.float()) for x, ids, weights in tokens])
+    tokens = [t if t.weights.dtype is torch.float32 else t._replace(weights=t.weights.float()) for t in tokens]
+    return routed_tokens(engine, engine.config, tokens)
 
 
 def routed_tokens(

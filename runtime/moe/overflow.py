@@ -49,7 +49,7 @@ class Overflow:
         Raises:
             CapacityError: one of them dropped rows or had bad ids.
         """
-        if capturing(self._device):
+        if not self._waiting or capturing(self._device):
             return
         while True:
             with self._lock:
