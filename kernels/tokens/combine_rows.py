@@ -24,7 +24,7 @@ import triton.language as tl
 from ...errors import ArgumentError
 from ..dtypes import ELEMENTS, decode, encode, poison_word
 from ..fused_signals import is_last_program, overwrite
-from ..launch import Constants, Launches, interpreted, runs_on
+from ..launch import Constants, Launches, interpreted, registers_of_sm, runs_on
 from .quantize_rows import QuantizedRows
 from .rows import (
     CHUNK,
@@ -267,7 +267,8 @@ def _constants(
     constants |= {"SOFT": interpreted(combine_rows_kernel), "POISON": poison_word(dtype)[0]}
     constants |= quantized_constants(quantized, hidden, row_bytes) | signal_constants(peers, launch.num_warps)
     # A fused multiply-add would round once less than the definition.
-    return Constants(combine_rows_kernel, constants, num_warps=launch.num_warps, enable_fp_fusion=False)
+    options: dict[str, Any] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+    return Constants(combine_rows_kernel, constants, **options, **registers_of_sm(launch.num_warps))
 
 
 def quantized_constants(quantized: QuantizedRows | None, hidden: int, row_bytes: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...errors import ArgumentError
 from ..fused_signals import is_last_program
-from ..launch import Constants, Launches, runs_on
+from ..launch import Constants, Launches, registers_of_sm, runs_on
 from .group_rows import Groups
 from .quantize_rows import (
     QuantizedRows,
@@ -195,7 +195,9 @@ def _constants(
     else:
         constants |= quantized.how.constants(dtype, hidden, launch.columns) | quantized.places(row_bytes)
     constants |= {"HAS_WEIGHTS": has_weights, "CHOSEN": chosen, **signal_constants(peers, launch.num_warps)}
-    return Constants(push_rows_kernel, constants, num_warps=launch.num_warps)
+    # 128 registers of a thread: enough for all rows, and few enough for four programs of four warps on an SM.
+    registers = registers_of_sm(max(launch.num_warps, 16))
+    return Constants(push_rows_kernel, constants, num_warps=launch.num_warps, **registers)
 
 
 def push_rows(

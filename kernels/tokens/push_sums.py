@@ -7,6 +7,7 @@ token's rank that adds up such sums gets the bits of combine_rows.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from ..dtypes import ELEMENTS, encode
 from ..fused_signals import is_last_program
-from ..launch import Constants, Launches, interpreted, runs_on
+from ..launch import Constants, Launches, interpreted, registers_of_sm, runs_on
 from .combine_rows import combine_rows_cpu, quantized_constants, row_values
 from .quantize_rows import QuantizedRows
 from .rows import Buffers, RowLaunch, TokenRows, cdiv, power_of_two, row_alignment, row_constants
@@ -148,7 +149,8 @@ def _constants(
     constants |= {"DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": has_weights, "SOFT": interpreted(push_sums_kernel)}
     constants |= quantized_constants(quantized, hidden, row_bytes) | signal_constants(peers, launch.num_warps)
     # A fused multiply-add would round once less than the definition.
-    return Constants(push_sums_kernel, constants, num_warps=launch.num_warps, enable_fp_fusion=False)
+    options: dict[str, Any] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+    return Constants(push_sums_kernel, constants, **options, **registers_of_sm(launch.num_warps))
 
 
 def push_sums_cpu(
