@@ -268,7 +268,9 @@ def _constants(
     constants |= quantized_constants(quantized, hidden, row_bytes) | signal_constants(peers, launch.num_warps)
     # A fused multiply-add would round once less than the definition.
     options: dict[str, Any] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
-    return Constants(combine_rows_kernel, constants, **options, **registers_of_sm(launch.num_warps))
+    # For narrow loads ptxas would spill to have more programs on an SM; for wide ones it takes what it needs.
+    registers = registers_of_sm(launch.num_warps) if align < 16 else {}
+    return Constants(combine_rows_kernel, constants, **options, **registers)
 
 
 def quantized_constants(quantized: QuantizedRows | None, hidden: int, row_bytes: int) -> dict[str, Any]:
