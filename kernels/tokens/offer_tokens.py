@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ...errors import ArgumentError
 from ..fused_signals import is_last_program
-from ..launch import Constants, Launches, runs_on
+from ..launch import Constants, Launches, registers_of_sm, runs_on
 from .rows import (
     Buffers,
     RowLaunch,
@@ -192,7 +192,8 @@ def _constants(
 ) -> Constants:
     constants = row_constants(dtype, hidden, align) | {"K": k, "KP": power_of_two(k), "TOKENS": _tokens(k)}
     constants |= {"COLS": launch.columns, "TABLES": tables, **signal_constants(peers, launch.num_warps)}
-    return Constants(offer_tokens_kernel, constants, num_warps=launch.num_warps)
+    registers = registers_of_sm(max(launch.num_warps, 16))  # as for push_rows
+    return Constants(offer_tokens_kernel, constants, num_warps=launch.num_warps, **registers)
 
 
 def _tokens(k: int) -> int:

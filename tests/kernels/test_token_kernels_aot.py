@@ -168,7 +168,7 @@ def assert_equal_without_signals(got: int, want: int, constants: dict) -> None:
 def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
     constants = {**row_launch(dtype, hidden), "K": k, "PADDING": 8, "HAS_WEIGHTS": True, "CHOSEN": False}
     constants |= {**NOT_QUANTIZED, "DTYPE": None}
-    constants |= signalling(target, constants["num_warps"], peers=7 * (k == 8))
+    constants |= signalling(target, constants["num_warps"], peers=7 * (k == 8)) | registers_of_sm(16)
     compiled = compile_kernel(push_rows_kernel, target, constants)
     assert_no_spill(compiled, target)
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
@@ -223,6 +223,7 @@ def test_kernels_of_deduped_tokens_are_vectorised_and_do_not_spill(target, dtype
     signals = signalling(target, constants["num_warps"])
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
     tables = {"TABLES": True, "TOKENS": 1024 // constants["KP"]}
+    tables |= registers_of_sm(16)
     offer = compile_kernel(offer_tokens_kernel, target, constants | tables | signals)
     assert_no_spill(offer, target)
     loads, stores = wide(offer, target)
@@ -232,6 +233,7 @@ def test_kernels_of_deduped_tokens_are_vectorised_and_do_not_spill(target, dtype
     loads, stores = wide(spread, target)
     assert loads >= pieces and stores >= (k + 1) * pieces  # each token is read once, and stored k times
     sums = {"DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "SOFT": False, "enable_fp_fusion": False, **NOT_QUANTIZED}
+    sums |= registers_of_sm(constants["num_warps"])
     push = compile_kernel(push_sums_kernel, target, constants | sums | signals)
     assert_no_spill(push, target)
     loads, stores = wide(push, target)
@@ -325,7 +327,7 @@ def test_push_rows_quantizes_without_spills_by_wide_accesses(target, quantize, d
     constants = row_launch(torch.bfloat16, hidden) | row_constants(dtype, hidden)
     constants |= quantizing(quantize, dtype, hidden, constants["COLS"])
     constants |= {"K": k, "PADDING": 8, "HAS_WEIGHTS": True, "CHOSEN": True}
-    constants |= signalling(target, constants["num_warps"])
+    constants |= signalling(target, constants["num_warps"]) | registers_of_sm(16)
     compiled = compile_kernel(push_rows_kernel, target, constants)
     assert_no_spill(compiled, target)
     if hidden == 7168:
@@ -377,7 +379,7 @@ def test_rows_of_any_length_compile(target, hidden):
     assert row_constants(dtype, hidden)["ALIGN"] == width
     push = {**row_launch(dtype, hidden), "K": 3, "PADDING": 8, "HAS_WEIGHTS": False, "CHOSEN": True}
     push |= {**NOT_QUANTIZED, "DTYPE": None}
-    push |= signalling(target, push["num_warps"])
+    push |= signalling(target, push["num_warps"]) | registers_of_sm(16)
     assert_no_spill(compile_kernel(push_rows_kernel, target, push), target)
     combine = {**row_launch(dtype, hidden), "K": 3, "DTYPE": tl.bfloat16, "HAS_WEIGHTS": False, "HAS_ADD": False}
     combine |= {
