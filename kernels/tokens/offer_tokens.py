@@ -192,7 +192,7 @@ def _constants(
 ) -> Constants:
     constants = row_constants(dtype, hidden, align) | {"K": k, "KP": power_of_two(k), "TOKENS": _tokens(k)}
     constants |= {"COLS": launch.columns, "TABLES": tables, **signal_constants(peers, launch.num_warps)}
-    registers = registers_of_sm(max(launch.num_warps, 16))  # as for push_rows
+    registers = registers_of_sm(launch.num_warps)
     return Constants(offer_tokens_kernel, constants, num_warps=launch.num_warps, **registers)
 
 

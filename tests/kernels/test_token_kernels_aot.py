@@ -223,7 +223,7 @@ def test_kernels_of_deduped_tokens_are_vectorised_and_do_not_spill(target, dtype
     signals = signalling(target, constants["num_warps"])
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
     tables = {"TABLES": True, "TOKENS": 1024 // constants["KP"]}
-    tables |= registers_of_sm(16)
+    tables |= registers_of_sm(constants["num_warps"])
     offer = compile_kernel(offer_tokens_kernel, target, constants | tables | signals)
     assert_no_spill(offer, target)
     loads, stores = wide(offer, target)
