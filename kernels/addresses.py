@@ -140,7 +140,9 @@ class BaseAddresses:
         all, 1 to 16."""
         if len(buffers) < self.count:
             raise ArgumentError(f"{self._name}: {len(buffers)} buffers were given; the table names {self.count}")
-        bits, first = self._bits, self._arguments.copy()
+        bits, first = self._bits, self._arguments
+        if self._first:
+            first = first.copy()
         for i in self._first:
             buffer = buffers[i]
             if buffer.dtype is not self._dtype or buffer.device != self._device:

@@ -57,16 +57,20 @@ def pack(rank: int, peer: int, channel: int) -> int:
 
 
 class Failure:
-    """The encoded first failed wait on any channel of a rank: one word on the device for kernels, one on the host."""
+    """The encoded first failed wait on any channel of a rank: one word on the device for kernels, one on the host.
+
+    Attributes:
+        host_word: the one on the host; its `value` is 0 as long as no failure is reported.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.error = torch.zeros(1, dtype=torch.int64, device=device)
         self.host_error = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
-        self._seen = ctypes.c_int64.from_address(self.host_error.data_ptr())
+        self.host_word = ctypes.c_int64.from_address(self.host_error.data_ptr())
 
     def read(self) -> Code | None:
         """Return the failure reported so far, if any; does not wait."""
-        return Code.unpack(self._seen.value) if self._seen.value else None
+        return Code.unpack(self.host_word.value) if self.host_word.value else None
 
     def fail(self) -> None:
         """Mark this rank as failed from here on in the stream."""

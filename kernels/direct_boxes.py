@@ -18,7 +18,6 @@ for announcements. The last program, which waits for arrivals, has signalled tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -207,9 +206,9 @@ class DirectUse(WindowUse):
             ready.table, ready.pad, arrived.table, arrived.pad, self.failure.error, self.started, self.finished,
         )  # fmt: skip
 
-    def watched(self) -> AbstractContextManager[object]:
+    def late(self) -> Sequence[int]:
         """As in `WindowUse`. Who has not arrived is late, announced or not: who has arrived may be in a later call."""
-        return self.watched_for(self.signalled, -1)
+        return self.signalled.late(-1)
 
     def arguments(self, turn: Turn, last: bool) -> tuple[int, ...]:
         return *super().arguments(turn, last), turn.buffer
@@ -217,13 +216,13 @@ class DirectUse(WindowUse):
     def begin_cpu(self, turn: Turn) -> bool:
         """Announce this rank's buffer and wait for the peers. Return whether this rank has not failed."""
         announce_cpu(self.awaited, turn.fingerprint, turn.buffer)
-        with self.watched():
+        with self.watched:
             return not wait_cpu(self.awaited, 0, turn.fingerprint, turn.limit)
 
     def end_cpu(self, turn: Turn) -> None:
         """End what `begin_cpu` began, and wait until the peers have written."""
         end_use_cpu(self.awaited, self.signalled, turn.fingerprint, turn.send, None)
-        with self.watched():
+        with self.watched:
             failed = wait_cpu(self.signalled, 0, turn.fingerprint, turn.limit)
         awaited = self.signalled.words[1][1]
         for peer in range(self.signalled.peers):

@@ -41,12 +41,15 @@ def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether the kernels of a device can be launched without making it current."""
+    # As torch.cuda.current_device, without the CUDA initialisation that the device's tensors imply.
+    return device.type != "cuda" or device.index is None or device.index == torch._C._cuda_getDevice()
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """A context with the device current, in which its kernels are compiled and launched."""
-    # As torch.cuda.current_device, without the CUDA initialisation that the device's tensors imply.
-    if device.type != "cuda" or device.index is None or device.index == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device(device)
+    return _HERE if is_current(device) else torch.cuda.device(device)
 
 
 def tile_constants(launch: Launch, aligns: tuple[int, int], buffers: tuple[int, int]) -> dict[str, Any]:
@@ -210,11 +213,10 @@ class Launches:
         start, arguments = kernel[grid], (*tensors, *numbers, *constants.values)
         if _recording.launches is not None:
             _recording.launches.append(LaunchMade(self._kernel, start, arguments))
-        current = on_device(device)
-        if current is _HERE:
+        if is_current(device):
             start(*arguments)
         else:
-            with current:
+            with on_device(device):
                 start(*arguments)
 
 

@@ -19,7 +19,7 @@ from .boxes import StridedBoxes
 from .copy_boxes import CopyTable, copy_constants, copy_tile
 from .dtypes import real_dtype
 from .fused_signals import end_use, half_of_use, is_last_program, wait_for_peers
-from .launch import on_device, prepared, registers_of_sm, uploaded
+from .launch import is_current, on_device, prepared, registers_of_sm, uploaded
 from .pack_boxes import pack_tile
 from .reduce_boxes import ReduceTable, reduce_tile
 from .tiling import DESCRIPTOR, Launch, LaunchConfig
@@ -391,8 +391,12 @@ def run_in_window(
     turn: Turn,
 ) -> None:
     """Wait for the peers, copy or reduce each box, and signal the peers."""
+    if not is_current(table.device):
+        with on_device(table.device):
+            run_in_window(table, sources, targets, turn)
+        return
     first_sources, source_table, source_align = table.sources.resolve(sources)
     first_targets, target_table, target_align = table.targets.resolve(targets)
-    with on_device(table.device), table.use.watched():
+    with table.use.watched:
         for launch in table.variant(source_align, target_align):
             launch(source_table, target_table, first_sources, first_targets, turn)

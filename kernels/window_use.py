@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ _EAGER, _NAP = 100_000, 1e-4  # nanoseconds of polling before naps; seconds of a
 _NOT_WATCHED = nullcontext()
 
 Watch = Callable[[Callable[[], Sequence[int]]], AbstractContextManager[object]]
-"""A context of a wait, from a function that returns the indices of the peers that are late."""
+"""A context of waits, one after the other, from a function that returns the indices of the peers that are late."""
 
 
 class Turn(NamedTuple):
@@ -59,13 +58,14 @@ class WindowUse:
         writes: whether launches write windows; otherwise they read.
         stride: bytes from the first half of a window to the second. Uses take turns with the halves, so that a rank
             writes while its peers still read the half before.
-        dtype: of outputs to overwrite; None: there are none.
+        dtype: of outputs to overwrite; None: none is overwritten.
         pulls: whether all sources but the first are windows; otherwise only the second one is.
         watch: for CPU memory, around each wait.
         programs: the most of a launch; None: `waiting_programs`.
 
     Attributes:
         numbers: how many `arguments` there are.
+        watched: the context of launches that wait.
     """
 
     numbers = 8
@@ -83,7 +83,7 @@ class WindowUse:
     ) -> None:
         self.awaited, self.signalled = (released, arrived) if writes else (arrived, released)
         self.credit = HALVES if writes else 0
-        self.writes, self.pulls, self.stride, self.dtype, self._watch = writes, pulls, stride, dtype, watch
+        self.writes, self.pulls, self.stride, self.dtype = writes, pulls, stride, dtype
         awaited, signalled = self.awaited, self.signalled
         self.device, self.failure = awaited.pad.device, awaited.failure
         self.programs = programs or waiting_programs(processors_of(self.device))
@@ -91,20 +91,16 @@ class WindowUse:
         self._filler, self._word = (0, 8) if dtype is None else poison_word(dtype)
         self.tensors = awaited.table, awaited.pad, signalled.table, self.failure.error, self.finished
         self.host_error = self.failure.host_error.data_ptr()
+        self.watched = _NOT_WATCHED if watch is None else watch(self.late)
 
-    def watched(self) -> AbstractContextManager[object]:
-        """The context of launches that wait."""
-        return self.watched_for(self.awaited, self.credit - 1)
-
-    def watched_for(self, channel: Channel, credit: int) -> AbstractContextManager[object]:
-        """The context of launches in which a peer is late that has not signalled on a channel as often as awaited so
-        far, less `credit`."""
-        return _NOT_WATCHED if self._watch is None else self._watch(partial(channel.late, credit))
+    def late(self) -> Sequence[int]:
+        """The indices of the peers that a launch still waits for. CPU memory only; called from another thread."""
+        return self.awaited.late(self.credit - 1)
 
     def arguments(self, turn: Turn, last: bool) -> tuple[int, ...]:
         """The arguments of a launch after `tensors`; `last`: of the launches of one call."""
         out, words = 0, 0
-        if turn.out is not None:
+        if turn.out is not None and self.dtype is not None:
             out, words = turn.out.data_ptr(), turn.out.numel() * turn.out.itemsize // self._word
         send = int(turn.send and last)
         return self.host_error, turn.fingerprint, turn.limit, send, out, words, self._filler, self.stride
@@ -123,12 +119,13 @@ class WindowUse:
 
     def begin_cpu(self, turn: Turn) -> bool:
         """Wait for the peers. Return whether this rank has not failed."""
-        with self.watched():
+        with self.watched:
             return not wait_cpu(self.awaited, self.credit, turn.fingerprint, turn.limit)
 
     def end_cpu(self, turn: Turn) -> None:
         """End what `begin_cpu` began."""
-        end_use_cpu(self.awaited, self.signalled, turn.fingerprint, turn.send, turn.out)
+        out = None if self.dtype is None else turn.out
+        end_use_cpu(self.awaited, self.signalled, turn.fingerprint, turn.send, out)
 
 
 def waiting_programs(processors: int) -> int:

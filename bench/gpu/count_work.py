@@ -4,7 +4,7 @@ dispatch, counted.
 Needs no GPU: rank 0 runs among peers that are itself (`host_work.Mirror`). Triton's interpreter executes its kernels;
 launches and the bytes of each load and store are counted as they happen. Then the same call is made with launches that
 do nothing, and Python's calls are counted. The first call, which plans and compiles, does not count. No count depends
-on the machine; the host time of token dispatch does.
+on the machine; host times do.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from triton.runtime import interpreter
 
 from shardweave.bench.gpu import token_work
-from shardweave.bench.gpu.host_work import Mirror, MirrorTransport
+from shardweave.bench.gpu.host_work import Mirror, MirrorTransport, measure
 from shardweave.bench.gpu.token_work import TokenCase, TokenWork, host_microseconds, null_launches
 from shardweave.bench.harness.machine import provenance
 from shardweave.bench.harness.markdown import provenance_lines, table
+from shardweave.bench.suites.suite_host import RANKS as RANKS_OF_HOST_WORK
 from shardweave.bench.suites.suite_host import Alone
 from shardweave.kernels.launch import interpreted
 from shardweave.kernels.signal import signal_kernel
@@ -43,7 +45,7 @@ OPERATIONS = {
 }
 RANKS = (2, 8)
 SIDE, DTYPE = 256, torch.bfloat16
-TIMED_CALLS = 1000
+TIMED_CALLS, ROUNDS = 1000, 7
 _CPU = torch.device("cpu")
 
 
@@ -185,6 +187,13 @@ ranks; the counts of other ranks are there, the rows that they push are not. The
 come from them. Host times are the median of {TIMED_CALLS} calls whose launches do nothing, on CPU tensors, without
 gradients.
 """
+_EXPLAINED_HOST = f"""
+## Host time of a cached redistribution
+
+Of the loop inside `DTensor.redistribute`, by rank 0 of {RANKS_OF_HOST_WORK} through windows of symmetric memory: from a
+local tensor and two specs to a local tensor, whose allocation is included. Median of {ROUNDS} rounds of {TIMED_CALLS}
+calls whose launches do nothing, on CPU tensors (`bench/gpu/host_work.py`). P → R is two exchanges.
+"""
 _EXPLAINED = f"""
 Run with TRITON_INTERPRET=1. Rank 0 of 2 and 8 ranks, tensors of {SIDE} x {SIDE} {str(DTYPE)[6:]}, pushed through
 windows of symmetric memory; "direct": into outputs of peers in pooled buffers (`prepare(..., pooled_outputs=1)`). Bytes
@@ -209,7 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = [row for case in token_work.CASES for row in counted_tokens(case)]
     token_heads = ("operation", *heads[2:], "host, µs")
     lines = ["# Work of redistributions and token dispatch, counted", "", *provenance_lines(provenance()), _EXPLAINED]
-    lines += [*table(heads, rows), _EXPLAINED_TOKENS, *table(token_heads, tokens)]
+    dist.destroy_process_group()  # that of the dispatchers
+    host = [(found["kind"], f"{found['windows']:.1f}") for found in measure(_CPU, ROUNDS, TIMED_CALLS, ["windows"])]
+    lines += [*table(heads, rows), _EXPLAINED_HOST, *table(("redistribution", "host, µs"), host)]
+    lines += [_EXPLAINED_TOKENS, *table(token_heads, tokens)]
     text = "\n".join(lines) + "\n"
     if given.out:
         given.out.write_text(text, encoding="utf-8")

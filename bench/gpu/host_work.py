@@ -2,14 +2,16 @@
 
 Of the loop inside `DTensor.redistribute`, from a local tensor and two specs to a local tensor, by rank 0 of four that
 are not there: through symmetric windows, with launches and without; by messages, without launches and sending; and by
-stock on torch's fake process group. Without a GPU it needs TRITON_INTERPRET=1, and no time means anything.
+stock on torch's fake process group. Without a GPU it needs TRITON_INTERPRET=1, and only times without launches mean
+anything.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import Any
@@ -22,6 +24,7 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 from shardweave.bench.suites.suite_host import KINDS, RANKS, TIMEOUT, Alone, alone_among, microseconds, source_of
 from shardweave.kernels.channel import SLOT
+from shardweave.kernels.compare_words import WordComparison
 from shardweave.kernels.launch import PreparedLaunch
 from shardweave.kernels.signal import PreparedSignal
 from shardweave.kernels.window_boxes import WindowLaunch
@@ -63,7 +66,7 @@ class _Done(dist.Work):
         return True
 
 
-def measure(device: torch.device, rounds: int, calls: int) -> list[dict[str, Any]]:
+def measure(device: torch.device, rounds: int, calls: int, measured: Collection[str] = SIDES) -> list[dict[str, Any]]:
     """The median microseconds of a call, by side, for each of `KINDS`."""
     alone_among(
         {
@@ -84,9 +87,11 @@ def measure(device: torch.device, rounds: int, calls: int) -> list[dict[str, Any
                 for transport in ("symmetric_memory", "process_group")
             )
             sides = windows, windows, messages, partial(redistribute_local_tensor, *request)
-            times: dict[str, list[float]] = {side: [] for side in SIDES}
+            times: dict[str, list[float]] = {side: [] for side in measured}
             for number in range(rounds + 1):  # the first round, in which calls are planned, does not count
                 for side, call in zip(SIDES, sides, strict=True):
+                    if side not in measured:
+                        continue
                     took = _timed(call, calls, device, launches=side in ("launched", "stock"))
                     times[side] += [took] * (number > 0)
             found.append({"kind": kind, **{side: median(samples) for side, samples in times.items()}})
@@ -97,12 +102,10 @@ def _timed(call: Callable[[], object], calls: int, device: torch.device, launche
     if launches:
         took = microseconds(call, calls)
     else:
-        with mock.patch.object(PreparedLaunch, "__call__", _nothing):
-            with (
-                mock.patch.object(PreparedSignal, "__call__", _nothing),
-                mock.patch.object(WindowLaunch, "__call__", _nothing),
-            ):
-                took = microseconds(call, calls)
+        with ExitStack() as patches:
+            for launch in (PreparedLaunch, PreparedSignal, WindowLaunch, WordComparison):
+                patches.enter_context(mock.patch.object(launch, "__call__", _nothing))
+            took = microseconds(call, calls)
     if device.type == "cuda":
         torch.cuda.synchronize()  # the queue of launches has an end, at which the host would wait
     return took

@@ -121,7 +121,7 @@ def direct_push(measuring: Measuring, side: int, case: str) -> None:
 
     def push() -> None:
         turn = transport.turn(windows.fingerprint, out=out)._replace(buffer=number)
-        step.write([x], step._targets(out), turn=turn)
+        step.write.in_window([x], step._targets(out), turn)
 
     def pushed() -> bool:
         written = [step.outputs.buffer(number, rank, torch.bfloat16)[: x.numel()] for rank in ranks]

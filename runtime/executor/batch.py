@@ -128,11 +128,11 @@ class WindowedRound(_Round):
         for i, step in self.sharing.items():
             assert step.window is not None
             mixed = fingerprint ^ self.directions[step.window] << 16
-            turns[i] = partial(transport.turn, mixed, self.last_in[step.window] == i)
+            turns[i] = transport.turn(mixed, self.last_in[step.window] == i, outs[i])
         for i, step in self.sharing.items():
-            step.fill_windows(xs[i], turns[i]())
+            step.fill_windows(xs[i], turns[i])
         for i, step in self.sharing.items():
-            step.read_windows(xs[i], outs[i], turns[i](outs[i]))
+            step.read_windows(xs[i], outs[i], turns[i])
         if self.sharing:
             transport.check()
         for i, alone in self.separate.items():

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from operator import add, lt, mul, sub
 from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels import (
-    CopyTable,
     DirectTable,
     DirectUse,
-    ReduceTable,
     SourceRows,
     StridedBoxes,
     TargetRows,
@@ -170,16 +169,51 @@ def contiguous_start(boxes: Iterable[Where]) -> int | None:
     return first
 
 
-class Copies:
+class _BoundBoxes(ABC):
+    """What `Copies` and `Reduction` have in common: a kernel table, and calls within a use of a window.
+
+    Attributes:
+        table: of the kernel; None in plain memory, where torch operations do the same.
+    """
+
+    table: Any = None
+    use: WindowUse | None
+
+    def build(self, aligned: int) -> None:
+        """Compile and upload the launch for sources whose addresses are multiples of `aligned` bytes."""
+        if self.table is not None and not self.table.cpu_path:
+            self.table.variant(aligned, 16)
+
+    def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
+        """Set buffers that are the same in every call; None for those that are not."""
+        if self.table is not None and not self.table.cpu_path:
+            stride = 0 if self.use is None else self.use.stride
+            self.table.sources.fix(sources, stride)
+            self.table.targets.fix(targets, stride)
+
+    def in_window(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], turn: Turn) -> None:
+        """Execute in one turn of the use: wait for the peers before the first box, signal them after the last one."""
+        if self.table is not None:
+            run_in_window(self.table, sources, targets, turn)
+            return
+        assert self.use is not None
+        if self.use.begin_cpu(turn):
+            self._in_plain_memory(sources, targets)
+        self.use.end_cpu(turn)
+
+    @abstractmethod
+    def _in_plain_memory(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Execute by torch operations."""
+
+
+class Copies(_BoundBoxes):
     """Copies boxes from source tensors into target tensors, or fills them.
 
     Args:
-        use: if given, a call waits for peers before the first box and signals them after the last.
+        use: of a window; such copies are executed by `in_window`, others by a call.
         pieces: boxes are contiguous in the targets, begin at multiples of 16 bytes, and are followed by unused bytes up
             to the next one. For copies with a use.
     """
-
-    table: Any = None  # a CopyTable, or a WindowCopyTable if there is a use
 
     def __init__(
         self,
@@ -204,32 +238,20 @@ class Copies:
         else:
             self.table = window_table(boxes, dtype, device, use, pieces=pieces)
 
-    def build(self, aligned: int) -> None:
-        """Compile and upload the launch for sources whose addresses are multiples of `aligned` bytes."""
-        if self.table is not None and not self.table.cpu_path:
-            self.table.variant(aligned, 16)
-
-    def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
-        """Set buffers that are the same in every call; None for those that are not."""
-        if self.table is not None:
-            _fix(self.table, self.use, sources, targets)
-
     def knows(self, key: Address) -> bool:
         """Whether views for `key` are cached, so that a call needs no targets."""
         return key is not None and not self.empty and key in self._views
 
-    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], key: Address = None,
-                 turn: Turn | None = None) -> None:  # fmt: skip
-        """Execute the copies. `key` identifies the targets' memory, of which views are cached for the next calls.
-        `turn`: required if there is a use."""
-        if self.use is not None:
-            _run_in_window(self.use, self.table, self._copy, sources, targets, turn)
-        elif self.table is not None:
+    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], key: Address = None) -> None:
+        """Execute the copies. `key` identifies the targets' memory, of which views are cached for the next calls."""
+        if self.table is not None:
             copy_boxes(self.table, sources, targets)
         elif not self.empty:
-            self._copy(sources, targets, key)
+            self._in_plain_memory(sources, targets, key)
 
-    def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], key: Address = None) -> None:
+    def _in_plain_memory(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], key: Address = None
+    ) -> None:
         views = None if key is None else self._views.get(key)
         if views is None:
             views = target_views(self._targets, targets)
@@ -244,10 +266,8 @@ class Copies:
                 target.fill_(self.fill)
 
 
-class Reduction:
+class Reduction(_BoundBoxes):
     """Reduces the terms of boxes in a fixed order into target tensors, or fills them. `use`: as in `Copies`."""
-
-    table: Any = None  # a ReduceTable, or one of a window if there is a use
 
     def __init__(
         self,
@@ -270,28 +290,14 @@ class Reduction:
         else:
             self.table = window_table(boxes, dtype, device, use, reduce.op, self.divisor)
 
-    def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
-        """Same as in `Copies`."""
+    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Execute the reduction."""
         if self.table is not None:
-            _fix(self.table, self.use, sources, targets)
-
-    def build(self, aligned: int) -> None:
-        """Same as in `Copies`."""
-        if self.table is not None and not self.table.cpu_path:
-            self.table.variant(aligned, 16)
-
-    def __call__(
-        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], turn: Turn | None = None
-    ) -> None:
-        """Execute the reduction; `turn`: required if there is a use."""
-        if self.use is not None:
-            _run_in_window(self.use, self.table, self._reduce, sources, targets, turn)
-        elif self.table is not None:
             reduce_boxes(self.table, sources, targets)
         else:
-            self._reduce(sources, targets)
+            self._in_plain_memory(sources, targets)
 
-    def _reduce(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def _in_plain_memory(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         for target, contributors in zip(
             target_views(self._targets, targets), source_views(self._sources, sources), strict=True
         ):
@@ -299,33 +305,3 @@ class Reduction:
                 reduce_views(target, contributors, self.reduce.op, self.divisor)
             else:
                 target.fill_(self.fill)
-
-
-def _run_in_window(
-    use: WindowUse,
-    table: Any,
-    boxes: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None],
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    turn: Turn | None,
-) -> None:
-    """Copy or reduce in one use of a window: by `table`, or by `boxes` in plain memory."""
-    assert turn is not None
-    if table is not None:
-        run_in_window(table, sources, targets, turn)
-        return
-    if use.begin_cpu(turn):
-        boxes(sources, targets)
-    use.end_cpu(turn)
-
-
-def _fix(
-    table: CopyTable | ReduceTable,
-    use: WindowUse | None,
-    sources: Sequence[torch.Tensor | None],
-    targets: Sequence[torch.Tensor | None],
-) -> None:
-    if not table.cpu_path:
-        stride = 0 if use is None else use.stride
-        table.sources.fix(sources, stride)
-        table.targets.fix(targets, stride)

@@ -112,22 +112,19 @@ class ExclusiveCall:
             raise error
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.transport.busy = False
+        transport, lock = self.transport, self.lock
+        transport.busy = False
         try:
-            self._end(error)
+            self.statistics.milliseconds += (time.perf_counter() - self.start) * 1e3
+            if flight_recorder.current is not None:
+                flight_recorder.current.end(error)
+            if error is not None:
+                # Peers may be waiting for this rank's next exchange: notify them.
+                text = f"rank {transport.rank} failed in an earlier call: {type(error).__name__}: {error}"
+                fail(transport, error if isinstance(error, TransportError) else TransportError(text))
         finally:
-            self.lock.depth -= 1
-            self.lock.release_now()
-
-    def _end(self, error: BaseException | None) -> None:
-        transport = self.transport
-        self.statistics.milliseconds += (time.perf_counter() - self.start) * 1e3
-        if flight_recorder.current is not None:
-            flight_recorder.current.end(error)
-        if error is not None:
-            # Peers may be waiting for this rank's next exchange: notify them.
-            text = f"rank {transport.rank} failed in an earlier call: {type(error).__name__}: {error}"
-            fail(transport, error if isinstance(error, TransportError) else TransportError(text))
+            lock.depth -= 1
+            lock.release_now()
 
 
 class ResumedCall(ExclusiveCall):

@@ -46,7 +46,7 @@ class DirectStep(BoundStep):
         yield from ()  # a generator, as all runs are
         out, number = self.outputs.take(self.shape, self.dtype, self.device)
         turn = self.transport.turn(fingerprint, out=out)._replace(buffer=number)
-        self.write([x], self._targets(out), turn=turn)
+        self.write.in_window([x], self._targets(out), turn)
         if number == self.outputs.number:
             out = self.empty().copy_(out)
         self.transport.check()

@@ -152,15 +152,13 @@ class HierarchicalWindowStep(WindowStep):
         out, remote, window = self.empty(), self.remote, self.window
         received = torch.empty(remote.received, dtype=self.dtype, device=self.device)
         started = yield StartTransfer(remote.transfer(x, received, fingerprint, out))
-        self._push(x, fingerprint)
+        turn = self.transport.turn(fingerprint, out=out)
+        if window is not None:
+            self.fill_windows(x, turn)
         yield AwaitTransfer(started, output=out if self.last else None)
         if window is None:
             self.finish([x, received, received], [out])
             return out
-        self.read_windows(x, out, self.transport.turn(fingerprint, out=out), received)
+        self.read_windows(x, out, turn, received)
         self.transport.check()
         return out
-
-    def _push(self, x: torch.Tensor, fingerprint: int) -> None:
-        if self.window is not None:
-            self.fill_windows(x, self.transport.turn(fingerprint))

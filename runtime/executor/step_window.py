@@ -176,8 +176,9 @@ class WindowStep(BoundStep):
             self.finish([x], [out])
             return out
         fingerprint = self.fingerprint(fingerprint)
-        self.fill_windows(x, self.transport.turn(fingerprint))
-        self.read_windows(x, out, self.transport.turn(fingerprint, out=out))
+        turn = self.transport.turn(fingerprint, out=out)
+        self.fill_windows(x, turn)
+        self.read_windows(x, out, turn)
         self.transport.check()
         return out
 
@@ -187,9 +188,9 @@ class WindowStep(BoundStep):
 
     def fill_windows(self, x: torch.Tensor, turn: Turn) -> None:
         assert self.window is not None
-        self.write([x], self.written[self.window.writing.half()], turn=turn)
+        self.write.in_window([x], self.written[self.window.writing.half()], turn)
 
     def read_windows(self, x: torch.Tensor, out: torch.Tensor, turn: Turn, *received: torch.Tensor) -> None:
         """Complete the output. `received`: buffers of messages."""
         assert self.reading is not None
-        self.finish([x, *self.read[self.reading.half()], *received], [out], turn=turn)
+        self.finish.in_window([x, *self.read[self.reading.half()], *received], [out], turn)

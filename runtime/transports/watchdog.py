@@ -76,6 +76,21 @@ class Watchdog:
         return now, wait
 
 
+class WatchedWait:
+    """A context of waits for the peers that a function returns, one wait after the other."""
+
+    __slots__ = ("_peers", "_watchdog")
+
+    def __init__(self, watchdog: Watchdog, peers: Callable[[], Iterable[int]]) -> None:
+        self._watchdog, self._peers = watchdog, peers
+
+    def __enter__(self) -> None:
+        self._watchdog.start(self._peers)
+
+    def __exit__(self, *_: object) -> None:
+        self._watchdog.stop()
+
+
 def _watch(watchdog: weakref.ref[Watchdog], busy: threading.Event) -> None:
     try:
         _watch_loop(watchdog, busy)

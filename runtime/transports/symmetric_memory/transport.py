@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from ..comm_requests import PendingCall
 from ..rendezvous.rendezvous import Rendezvous
 from ..rendezvous.store_texts import malformed
 from ..streams import SideStream, refuse_capture
-from ..watchdog import Watchdog
+from ..watchdog import Watchdog, WatchedWait
 from .memory import Provider
 from .outputs import OutputPool
 from .window import ALIGNMENT, Use, Window, channel_name, pad_bytes, padding_of_pieces, window_size
@@ -70,6 +70,7 @@ class SymmetricMemoryTransport:
         self._outputs: dict[tuple[int, ...], OutputPool] = {}
         self._outputs_made: Counter[tuple[int, ...]] = Counter()
         self.failure = Failure(provider.device)
+        self._failed = self.failure.host_word
         self.wait_limit = wait_limit(timeout, provider.device)
         self._error: TransportError | None = None
         # On CPUs a thread of this process waits.
@@ -107,7 +108,7 @@ class SymmetricMemoryTransport:
 
     def _new_window(self, ranks: tuple[int, ...], nbytes: int, halves: int, key: str) -> Window:
         memory = self._memory(ranks, pad_bytes(len(ranks)) + halves * nbytes, key)
-        watch = None if self._watchdog is None else self._watched
+        watch = None if self._watchdog is None else partial(WatchedWait, self._watchdog)
         window = Window(self.rank, memory, len(self._all), self.failure, halves, watch, self._num_sms)
         self._all.append(window)
         return window
@@ -196,23 +197,13 @@ class SymmetricMemoryTransport:
         if self._watchdog is None or use not in ("acquire", "barrier"):
             window.signal(use, fingerprint, self.wait_limit, poison)
             return
-        with self._watched(partial(window.late, use)):
+        with WatchedWait(self._watchdog, partial(window.late, use)):
             window.signal(use, fingerprint, self.wait_limit, poison)
 
     def turn(self, fingerprint: int, send: bool = True, out: torch.Tensor | None = None) -> Turn:
         """The arguments of a launch that writes or reads a window, bounded by the transport's timeout. `send`: it is
         the last one that does so in this exchange; `out`: the output to overwrite on failure."""
         return Turn(fingerprint, self.wait_limit, send, out)
-
-    @contextmanager
-    def _watched(self, late: Callable[[], Sequence[int]]) -> Iterator[None]:
-        """A wait for the ranks that `late` returns, which ends when one of them fails."""
-        assert self._watchdog is not None
-        self._watchdog.start(late)
-        try:
-            yield
-        finally:
-            self._watchdog.stop()
 
     def _end_waits(self) -> None:
         for window in self._all:
@@ -221,13 +212,10 @@ class SymmetricMemoryTransport:
     @property
     def error(self) -> TransportError | None:
         """The error that invalidated this transport, as far as the host knows. Does not wait."""
-        if self._error is None:
-            code = self.failure.read()
-            if code is not None:
-                error = None if self._watchdog is None else self._watchdog.error
-                self._error = (
-                    type(error)(f"{error}; outputs since then are overwritten") if error else self._error_of(code)
-                )
+        if self._error is None and self._failed.value:
+            code, error = self.failure.read(), None if self._watchdog is None else self._watchdog.error
+            assert code is not None
+            self._error = type(error)(f"{error}; outputs since then are overwritten") if error else self._error_of(code)
         return self._error
 
     def check(self) -> None:

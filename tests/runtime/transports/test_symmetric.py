@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_redistribute
@@ -29,6 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from variants import crossed
 
 import shardweave
+from shardweave.kernels import Turn, WindowUse
 from shardweave.kernels.signal import wait_limit
 from shardweave.runtime.transports.backend_limits import Rates
 from shardweave.runtime.transports.select import current_transports
@@ -218,15 +220,15 @@ def signals_of_a_batch(rank: int) -> None:
     given = [made(torch.arange(35.0 + 7 * i).view(-1, 7), other, [Shard(0)], {}, "cpu") for i in range(6)]
     given += [made(torch.arange(12.0).view(3, 4), mesh, [Shard(0), Replicate()], {}, "cpu") for _ in range(3)]
     targets = [[Shard(1)]] * 6 + [[Shard(1), Replicate()]] * 3
-    transport, counted = transport_of("cpu"), Counter[tuple[str, bool]]()
-    turn = transport.turn
+    counted = Counter[tuple[str, bool]]()
+    end = WindowUse.end_cpu
 
-    def counting(fingerprint: int, send: bool = True, out: Any = None) -> Any:
-        counted["reads" if out is not None else "writes", send] += 1
-        return turn(fingerprint, send, out)
+    def counting(use: WindowUse, turn: Turn) -> None:
+        counted["writes" if use.writes else "reads", turn.send] += 1
+        end(use, turn)
 
-    transport.turn = counting  # type: ignore[method-assign]
-    outs = shardweave.redistribute_batch(given, targets, transport="symmetric_memory")
+    with mock.patch.object(WindowUse, "end_cpu", counting):
+        outs = shardweave.redistribute_batch(given, targets, transport="symmetric_memory")
     for x, y, target in zip(given, outs, targets, strict=True):
         assert equal(y.to_local(), held_by(x.full_tensor(), target, x.device_mesh, {}))
     # One pair of signals for each of two groups of ranks.
