@@ -12,6 +12,7 @@ from ....planner import Topology, price_levels
 from ..config import DispatchConfig
 from .base import TokenTransfer
 from .fixed import sendrecv_transfer
+from .two_level_fixed import TwoLevelFixedTransfer
 from .two_level_push import TwoLevelPushTransfer
 from .two_level_sendrecv import TwoLevelSendRecvTransfer
 
@@ -20,6 +21,8 @@ def two_sided_transfer(config: DispatchConfig, pushed: bool) -> type[TokenTransf
     """Return the transfer of two-sided transports; `pushed`: whether ranks of a node write into each other's memory."""
     if not config.two_level or config.nodes is None:
         return sendrecv_transfer(config)
+    if config.chunk_rows is not None:
+        return TwoLevelFixedTransfer
     return TwoLevelPushTransfer if pushed else TwoLevelSendRecvTransfer
 
 

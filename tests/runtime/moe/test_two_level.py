@@ -25,6 +25,7 @@ from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer
 from shardweave.runtime.moe.transfer.levels import with_levels
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
+from shardweave.runtime.moe.transfer.two_level_fixed import TwoLevelFixedTransfer
 from shardweave.runtime.moe.transfer.two_level_push import TwoLevelPushTransfer
 from shardweave.runtime.moe.transfer.two_level_sendrecv import TwoLevelSendRecvTransfer
 from shardweave.runtime.statistics import stats
@@ -36,6 +37,7 @@ CPU = torch.device("cpu")
 KINDS = {
     "two levels": {"two_level": True}, "two levels in chunks": {"two_level": True}, "one level": {"two_level": False},
     "fixed chunks": {"two_level": False, "splits": "fixed"},
+    "two levels in fixed chunks": {"two_level": True, "splits": "fixed"},
 }  # fmt: skip
 
 
@@ -106,9 +108,12 @@ def check_case(
     matrices, found = matrices_of(experts, hidden, dtype), {}
     for kind, given in KINDS.items():
         d = virtual(nodes, "in chunks" in kind, **settings, **given)
-        transfer: type = FixedTransfer if "splits" in given else SendRecvTransfer
-        if given["two_level"] and len(set(nodes)) > 1:
+        two_levels, fixed = given["two_level"] and len(set(nodes)) > 1, "splits" in given
+        transfer: type = FixedTransfer if fixed else SendRecvTransfer
+        if two_levels:
             transfer = TwoLevelSendRecvTransfer if "in chunks" in kind else TwoLevelPushTransfer
+        if two_levels and fixed:
+            transfer = TwoLevelFixedTransfer
         assert type(d.transfers[0]) is transfer
         found[kind] = trained(d, tokens, matrices, weighted, add)
     want = found["two levels"]
@@ -154,6 +159,33 @@ def test_two_levels_equal_one_level_and_dense(
     settings = settings_of(experts, k, hidden, max(counts), dtype, **more)
     dropped = check_case(nodes, tokens, settings, weighted=hidden != 9, add=hidden == 8)["overflow"][0][0]
     assert bool(dropped) == ("overflow" in more)
+
+
+@pytest.mark.parametrize(
+    "nodes, chunk_capacity, more",
+    [([0, 0, 1, 1], 0, {}), ([0, 1, 1, 2, 2], 2, {"save": "redispatch", "capacity": 0.5}),
+     ([0, 1, 2, 0, 0], 1.5, {"save": "copy", "expert_capacity": 3}), ([0, 0, 1], 1, {"align": 4})],
+    ids=str,
+)  # fmt: skip
+def test_two_levels_drop_the_rows_of_one_level_in_fixed_chunks(
+    nodes: list[int], chunk_capacity: int | float, more: dict[str, Any]
+) -> None:
+    counts = [9, 0, 12, 5, 3][: len(nodes)]
+    settings = settings_of(7, 4, 9, 12, torch.bfloat16, chunk_capacity=chunk_capacity, overflow="drop", **more)
+    experts = [[0, 1, 3], [2], [0, 4, 5, 6], [], [2, 3]][: len(nodes)]
+    for placement in (None, experts):
+        for routing in ("zipf", "hot rank"):
+            tokens = [tokens_of(r, n, 4, 7, 9, torch.bfloat16, routing) for r, n in enumerate(counts)]
+            found = []
+            for two_level in (False, True):
+                d = virtual(nodes, expert_map=placement, two_level=two_level, **settings)
+                kind = TwoLevelFixedTransfer if two_level else FixedTransfer
+                assert type(d.transfers[0]) is kind
+                results = trained(d, tokens, matrices_of(7, 9, torch.bfloat16), True, True)
+                found.append({name: [raw(x) for x in of_ranks] for name, of_ranks in results.items()})
+                assert sum(int(of_rank[0]) for of_rank in results["overflow"])
+            for name, one in found[0].items():
+                assert one == found[1][name], (name, placement, routing)
 
 
 @pytest.mark.long
