@@ -10,17 +10,15 @@ time, since equal sizes give the host nothing to compare.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows
-from ....planner import NVLINK_INFINIBAND, price_splits
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
-from .base import Delivery, Steps, TokenTransfer
+from .base import Delivery, Steps
 from .sendrecv import SendRecvTransfer, chunk_sizes
 
 
@@ -129,37 +127,6 @@ class FixedTransfer(SendRecvTransfer):
 def with_counts(matrix: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return a matrix of counts, int32 [W, S + 1], with others, [W, S], but the same numbers of bad ids."""
     return torch.cat((counts.int(), matrix[:, -1:]), 1)
-
-
-def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTransfer]]:
-    """Return the transfer, and those that other values of `splits` and `two_level` select among the same ranks."""
-    if transfer.two_level:
-        return [transfer, SendRecvTransfer, FixedTransfer]
-    if not transfer.in_chunks:
-        return [transfer]
-    return [transfer, SendRecvTransfer if transfer.fixed_size else FixedTransfer]
-
-
-def with_splits(config: DispatchConfig, nodes: Sequence[Hashable]) -> tuple[DispatchConfig, str]:
-    """Return the config with the splits that are cheaper on GPUs, and why; equal on all ranks.
-
-    Args:
-        config: one without `splits`.
-        nodes: the node of each rank.
-    """
-    most = config.most_pairs
-    prices = price_splits(nodes, most, most, config.row_nbytes, NVLINK_INFINIBAND, True)
-    if prices.cheaper == "fixed":
-        config = replace(config, splits="fixed")
-    why = (
-        f"splits: {prices.cheaper}, the cheaper on {_number_of(set(nodes))} by the links of {NVLINK_INFINIBAND.name}: "
-        f"{prices.host:.0f} us with sizes that the host reads, {prices.fixed:.0f} us in chunks with room for all rows"
-    )
-    return config, why
-
-
-def _number_of(nodes: Collection[Hashable]) -> str:
-    return f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
 
 
 def sendrecv_transfer(config: DispatchConfig) -> type[SendRecvTransfer]:

@@ -35,7 +35,8 @@ class TwoLevelFixedTransfer(TwoLevelSendRecvTransfer, FixedTransfer):
         assert ranks is not None
         size = self.config.ranks
         places = ranks.token_places(self.config.max_tokens, capacity)
-        of_others = [places[node] for node in range(self._node_count) if node != self._node]
+        others = [node for node in range(self._node_count) if node != self._node]
+        of_others = [places[node] for node in others]
         sends, receives, tokens_to, tokens_from = torch.zeros((4, size), dtype=torch.int64, device="cpu")
         each = (1 + len(self._sources)) * capacity
         for member in self._members:
@@ -50,8 +51,7 @@ class TwoLevelFixedTransfer(TwoLevelSendRecvTransfer, FixedTransfer):
             # int64 [1 + sources, S]: where the rows for the rank of each physical expert begin.
             self._begins = first + self._numbers(chunk)
             self._places_before = self._numbers([sum(of_others[:i]) for i in range(len(of_others))])[:, None]
-            node_of_place = [node for node in range(self._node_count) if node != self._node for _ in range(places[node])]
-            self._node_of_place = self._numbers(node_of_place)
+            self._node_of_place = self._numbers([node for node in others for _ in range(places[node])])
             self._places_of_sources = self._numbers([places[self._node]] * len(self._sources))
 
     def _routed(
