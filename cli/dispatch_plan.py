@@ -9,7 +9,8 @@ from shardweave.errors import ArgumentError, shown
 from shardweave.kernels.tokens.rows import PAYLOADS
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.report import explain, to_dict
-from shardweave.runtime.moe.transfer.fixed import FixedTransfer, with_splits
+from shardweave.runtime.moe.transfer.fixed import FixedTransfer
+from shardweave.runtime.moe.transfer.levels import with_splits
 from shardweave.runtime.moe.transfer.push import PushTransfer
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
 from shardweave.runtime.moe.transfer.window import WindowTransfer

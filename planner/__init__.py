@@ -19,7 +19,7 @@ from .batch import Batch, plan_batch
 from .cost.hardware import MachineFigures, found_topology
 from .cost.token_dedupe import price_dedupe, reached_shares
 from .cost.token_levels import price_levels
-from .cost.token_splits import SPLITS, price_splits
+from .cost.token_splits import HOST_READ_US, SPLITS, price_splits
 from .cost.topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
 from .exchange.local_slice import LocalSlice
 from .exchange.node_change import layout_change
@@ -42,6 +42,7 @@ from .request import Request
 
 __all__ = [
     "FILL",
+    "HOST_READ_US",
     "ITEMSIZE",
     "MOST_RANKS",
     "NVLINK_INFINIBAND",

@@ -36,7 +36,13 @@ class LevelPrices:
 
 
 def price_levels(
-    nodes: Sequence[Hashable], tokens: int, top_k: int, row_bytes: int, topology: Topology, pushed: bool = True
+    nodes: Sequence[Hashable],
+    tokens: int,
+    top_k: int,
+    row_bytes: int,
+    topology: Topology,
+    pushed: bool = True,
+    chunk_rows: int | None = None,
 ) -> LevelPrices:
     """Estimate a dispatch and a combine of evenly routed tokens on the slowest node.
 
@@ -49,21 +55,35 @@ def price_levels(
         row_bytes: the bytes of a token.
         topology: its nodes are not used.
         pushed: whether ranks of a node write into each other's memory; otherwise they exchange messages.
+        chunk_rows: the rows of a message with one level, full or not. With two a message between nodes then has a place
+            for each token that may have a row there, and one inside a node that many rows of each rank whose tokens its
+            sender brings. None: messages of exact size.
     """
     sizes, ranks, pairs = Counter(nodes), len(nodes), tokens * top_k
     reached = {node: 1 - (1 - size / ranks) ** top_k for node, size in sizes.items()}  # of a token
     prices = {"one": 0.0, "two": 0.0, "one_bytes": 0.0, "two_bytes": 0.0}
     for node, size in sizes.items():
         others = ranks - size
-        sent_pairs, received_pairs = size * pairs * others / ranks, others * pairs * size / ranks
-        elsewhere = sum(reached[other] for other in sizes if other != node)
-        sent, received = size * tokens * elsewhere, others * tokens * reached[node]
+        sent_pairs = received_pairs = size * pairs * others / ranks
+        crossing = [tokens * reached[other] for other in sizes if other != node]  # of one rank
+        received = others * tokens * reached[node]
+        moved = pairs * (size - 1) / size  # rows from a rank to others of its node, with two levels
+        # Rows are packed and sorted at both ends of a message; in a node's memory they are written and summed once.
+        one, two = 8 * pairs, (3 if pushed else 8) * pairs
+        if chunk_rows is not None:
+            sent_pairs = received_pairs = size * others * chunk_rows
+            crossing = [min(tokens, sizes[other] * chunk_rows) for other in sizes if other != node]
+            received = others * min(tokens, size * chunk_rows)
+            moved = -(-ranks // size) * (size - 1) * chunk_rows
+            # Chunks that return are gathered whole.
+            one += 2 * (ranks * chunk_rows - pairs)
+            two += 0 if pushed else 2 * (ranks * chunk_rows - pairs)
+        elsewhere = sum(crossing)
         links = {
             "one": (sent_pairs, received_pairs, _WEIGHT, others, _ROUNDS_ONE),
-            "two": (sent, received, PAIR_BYTES * top_k, len(sizes) - 1, _ROUNDS_TWO),
+            "two": (size * elsewhere, received, PAIR_BYTES * top_k, len(sizes) - 1, _ROUNDS_TWO),
         }
-        # Rows are packed and sorted at both ends of a message; in a node's memory they are written and summed once.
-        copies = {"one": 8 * pairs, "two": (3 if pushed else 8) * pairs + 4 * tokens * elsewhere + 3 * tokens}
+        copies = {"one": one, "two": two + 4 * elsewhere + 3 * tokens}
         for name, (out, into, more, messages, rounds) in links.items():
             # Rows that go out come back as sums, so that both directions carry as much, but for what is beside rows.
             forth, back = out * (row_bytes + more) + into * row_bytes, into * (row_bytes + more) + out * row_bytes
@@ -73,8 +93,8 @@ def price_levels(
             price += nic / (topology.nics_per_node or size) / (link.gigabytes_per_s * 1e3)
             price += copies[name] * row_bytes / (topology.memory_gigabytes_per_s * 1e3)
             if name == "two" and not pushed:
-                moved = 2 * pairs * (size - 1) / size * row_bytes
-                price += topology.node.us(moved, _INSIDE * (size - 1)) + (_INSIDE - 1) * topology.node.latency_us
+                price += topology.node.us(2 * moved * row_bytes, _INSIDE * (size - 1))
+                price += (_INSIDE - 1) * topology.node.latency_us
             elif name == "two" and size > 1:
                 price += _BARRIERS * (topology.node.latency_us + (size - 1) * topology.node.message_us)
             prices[name] = max(prices[name], price)

@@ -143,7 +143,8 @@ class DispatchConfig:
             self.ranks * self.most_pairs + bounds[-1] * self.align,
             self.rows,
             bounds[-1] * (self.expert_capacity or 0) * self.batched,
-            self.ranks * (self.chunk_rows or 0),
+            # On two levels a rank sends the rows of others to its node, at most those of twice as many ranks.
+            self.ranks * (self.chunk_rows or 0) * (2 if self.two_level and self.nodes is not None else 1),
         )
         if max(numbered) > MOST_ROWS:
             raise ArgumentError(
@@ -229,8 +230,6 @@ class DispatchConfig:
             self._set(chunk_capacity=min(rows, self.most_pairs), splits="fixed")
         elif self.splits == "fixed":
             self._set(chunk_capacity=self.most_pairs)
-        if self.two_level and self.chunk_capacity is not None:
-            raise ArgumentError("two_level: True with chunks of fixed size; allowed: False, None, or splits='host'")
 
     @property
     def batched(self) -> bool:

@@ -47,7 +47,8 @@ class Forwards(NamedTuple):
     receives: torch.Tensor
     """int64 [W], on the host: tokens from each rank that this one forwards them for; together F."""
     token: torch.Tensor
-    """int64 [n]: the tokens sent, by node, ascending. Further elements are ignored, as in the tensors with F rows."""
+    """int64 [n]: the tokens sent, by node, ascending; with chunks of fixed size, n counts places, those
+    without a token have any token, but no pairs. Further elements are ignored, as in the tensors with F rows."""
     key: torch.Tensor
     """int32 [F, K]: `TokenRows.key` of the forwarded tokens on the ranks of this node, by source."""
     row: torch.Tensor
@@ -161,11 +162,13 @@ def empty_record(
         return DispatchRecord(weights, groups, rows, matrix, chunks)
     nodes, k = config.node_ranks, config.top_k
     most = len(nodes.sources(me)) * config.max_tokens
-    host = torch.device("cpu")
+    host, sent = torch.device("cpu"), tokens * min(k, len(nodes.members) - 1)
+    if config.chunk_rows is not None:
+        sent = sum(nodes.token_places(config.max_tokens, config.chunk_rows))
     forwards = Forwards(
         sends=empty(config.ranks, dtype=torch.int64, device=host),
         receives=empty(config.ranks, dtype=torch.int64, device=host),
-        token=empty(tokens * min(k, len(nodes.members) - 1), dtype=torch.int64),
+        token=empty(sent, dtype=torch.int64),
         key=empty(most, k),
         row=empty(most, k),
         weights=empty(most, k, dtype=torch.float32),

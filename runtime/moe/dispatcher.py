@@ -35,8 +35,7 @@ from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
 from .transfer.base import BACKGROUND, COMBINE, DISPATCH, OPERATIONS, Steps, TokenTransfer
 from .transfer.dedupe import DedupedTransfer, with_dedupe
-from .transfer.fixed import with_splits
-from .transfer.levels import pushed_inside, two_sided_transfer, with_levels
+from .transfer.levels import pushed_inside, two_sided_transfer, with_levels, with_splits
 from .transfer.push import PushTransfer
 from .transfer.window import WindowTransfer
 from .validate import check_combine, check_dispatch, packed_tokens
@@ -234,9 +233,7 @@ class TokenDispatcher(TokenEngine):
             self._transport, name = chosen, chosen.name
             if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
                 config = replace(config, nodes=current_transports().machines.nodes_of(ranks))
-            # Chunks of fixed size travel on one level.
-            one_level = not config.two_level or config.nodes is None
-            if device.type == "cuda" and not chosen.one_sided and config.splits is None and one_level:
+            if device.type == "cuda" and not chosen.one_sided and config.splits is None:
                 config, why = with_splits(config, current_transports().machines.nodes_of(ranks))
             if not chosen.one_sided:
                 topology = partial(current_transports().machines.find_topology, tuple(sorted(ranks)), device)

@@ -18,7 +18,7 @@ from .overflow import LATEST, Overflow
 from .pending import StartedCalls
 from .report import explain
 from .transfer.base import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, Steps, TokenTransfer
-from .transfer.fixed import alternatives
+from .transfer.levels import alternatives
 
 Received = tuple[torch.Tensor, DispatchRecord]
 """The rows that a rank received, [rows, H], and the record of the dispatch."""

@@ -40,6 +40,11 @@ class NodeRanks:
         node = self.nodes[rank]
         return [r for r, other in enumerate(self.nodes) if other != node and self.forwarder(r, node) == rank]
 
+    def token_places(self, most: int, chunk_capacity: int) -> list[int]:
+        """Return for how many of its at most `most` tokens a rank's message to each other node has places, with chunks
+        of fixed size. A token crosses if it has a row there, so there are no more tokens than rows."""
+        return [min(most, chunk_capacity * len(members)) for members in self.members]
+
 
 def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...] | None:
     """Number nodes from 0 in order of their first ranks; None if all ranks share one."""

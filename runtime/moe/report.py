@@ -9,6 +9,7 @@ from typing import Any
 from ...planner import reached_shares
 from .config import DispatchConfig
 from .transfer.base import TokenTransfer, pair_words
+from .transfer.two_level import most_sent
 
 Algorithm = TokenTransfer | type[TokenTransfer]
 """How rows travel: a transfer, or its class."""
@@ -48,9 +49,18 @@ def explain(config: DispatchConfig, algorithms: Sequence[Algorithm], transport: 
             *[f"      {nbytes:>16,}  {purpose}" for purpose, nbytes in memory.items()],
             f"    a model with n of these layers, in training: {once:,} + n * {of_each:,}{most}",
             f"    {place}, bytes for the {config.max_tokens} tokens of one rank: with even routing, and at most:",
-            *[f"      {even:>16,} {most:>16,}  {operation}" for operation, (even, most) in wire.items()],
+            *_table(wire),
         ]
+        if algorithm.two_level and algorithm.in_chunks:
+            lines += [
+                "    inside a node, bytes that a rank sends for itself and those whose tokens it forwards:",
+                *_table(inside_node(config, capacity)),
+            ]
     return "\n".join(lines)
+
+
+def _table(wire: dict[str, tuple[int, int]]) -> list[str]:
+    return [f"      {even:>16,} {most:>16,}  {operation}" for operation, (even, most) in wire.items()]
 
 
 def _chunk_capacity(config: DispatchConfig, algorithm: Algorithm) -> int | None:
@@ -104,7 +114,7 @@ def on_wire(
     two levels only bytes between nodes count.
     """
     if algorithm.two_level:
-        return _between_nodes(config, algorithm.in_chunks)
+        return _between_nodes(config, algorithm.in_chunks, chunk_capacity)
     row, others = config.hidden * config.dtype.itemsize, config.ranks - 1
     # For each physical expert this rank's count, and its bad ids.
     counts = others * (config.bounds[-1] + 1 + algorithm.extra_words) * 4
@@ -112,14 +122,44 @@ def on_wire(
     again = row if config.save == "redispatch" else 0
     if algorithm.deduped:
         return _once_per_rank(config, counts, row, again)
+    even, most = _pairs_sent(config) if chunk_capacity is None else ((config.ranks - 1) * chunk_capacity,) * 2
+    return _of_operations(config, even, most, counts)
+
+
+def _of_operations(config: DispatchConfig, even: int, most: int, counts: int) -> dict[str, tuple[int, int]]:
+    """Return the bytes of `even` and of `most` rows, with what travels beside them, by operation; `counts`: bytes."""
+    row = config.hidden * config.dtype.itemsize
+    # Tokens are dispatched once more for the experts' backward.
+    again = row if config.save == "redispatch" else 0
     per_pair = {
         "dispatch": (config.dispatched_nbytes + 4, counts),
         "combine": (config.combined_nbytes, 0),
         "backward of combine": (row + 4 + again, 0),
         "backward of dispatch": (row + 4, 0),
     }
-    even, most = _pairs_sent(config) if chunk_capacity is None else ((config.ranks - 1) * chunk_capacity,) * 2
     return {operation: (even * each + once, most * each + once) for operation, (each, once) in per_pair.items()}
+
+
+def inside_node(config: DispatchConfig, chunk_capacity: int | None) -> dict[str, tuple[int, int]]:
+    """Return `on_wire` of what a rank sends to others of its node on two levels in messages, of the rank that sends
+    most."""
+    ranks, pairs = config.node_ranks, config.most_pairs
+    assert ranks is not None
+    even = most = 0
+    for rank, node in enumerate(ranks.nodes):
+        others, brought = len(ranks.members[node]) - 1, 1 + len(ranks.sources(rank))
+        if chunk_capacity is not None:
+            even = most = max(most, others * brought * chunk_capacity)
+        else:
+            even = max(even, brought * math.ceil(pairs * others / config.ranks))
+            most = max(most, brought * pairs * (others > 0))
+    counts = max(len(members) - 1 for members in ranks.members) * _counts_words(config, chunk_capacity) * 4
+    return _of_operations(config, even, most, counts)
+
+
+def _counts_words(config: DispatchConfig, chunk_capacity: int | None) -> int:
+    """Return the words that a rank sends with its counts on two levels: the number of tokens as well, if it varies."""
+    return config.bounds[-1] + (2 if chunk_capacity is None else 1)
 
 
 def _once_per_rank(config: DispatchConfig, counts: int, row: int, again: int) -> dict[str, tuple[int, int]]:
@@ -143,19 +183,21 @@ def _once_per_rank(config: DispatchConfig, counts: int, row: int, again: int) ->
     }
 
 
-def _between_nodes(config: DispatchConfig, in_chunks: bool) -> dict[str, tuple[int, int]]:
+def _between_nodes(config: DispatchConfig, in_chunks: bool, chunk_capacity: int | None) -> dict[str, tuple[int, int]]:
     """Return `on_wire` of two levels; in_chunks: a rank sends its counts to all ranks of other nodes."""
     ranks, k = config.node_ranks, config.top_k
     assert ranks is not None
     shares = [len(members) / config.ranks for members in ranks.members]
     reached = [1 - (1 - share) ** k for share in shares]  # of the tokens, those with an expert on each node
     even = math.ceil(config.max_tokens * (sum(reached) - min(reached)))
-    most = config.max_tokens * min(k, len(shares) - 1)
+    most = most_sent(config, chunk_capacity)
+    if chunk_capacity is not None:
+        even = most
     row = config.hidden * config.dtype.itemsize
     again = row if config.save == "redispatch" else 0
     peers = config.ranks - min(map(len, ranks.members)) if in_chunks else len(shares) - 1
     per_token = {
-        "dispatch": (config.dispatched_nbytes + pair_words(k) * 4, peers * (config.bounds[-1] + 2) * 4),
+        "dispatch": (config.dispatched_nbytes + pair_words(k) * 4, peers * _counts_words(config, chunk_capacity) * 4),
         "combine": (row, 0),
         "backward of combine": (row + 4 * k + again, 0),
         "backward of dispatch": (row + 4 * k, 0),

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardweave.runtime.moe import simulate
 from shardweave.runtime.moe.activation import silu_and_mul
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer import sendrecv, two_level, two_level_sendrecv
+from shardweave.runtime.moe.transfer import fixed, sendrecv, two_level, two_level_sendrecv
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
 from shardweave.runtime.moe.transfer.two_level_sendrecv import TwoLevelSendRecvTransfer
 from shardweave.runtime.statistics import stats
@@ -89,21 +89,24 @@ SETTINGS = [
 
 PUSHED, EXACT, FIXED = {"one_sided": True}, {"one_sided": False}, {"one_sided": False, "chunk_capacity": 5}
 TWO_LEVELS = {"one_sided": False, "nodes": [0, 1, 1], "two_level": True}
+TWO_LEVELS_FIXED = {**TWO_LEVELS, "chunk_capacity": 5}
 
 
-@pytest.mark.parametrize("algorithm", [PUSHED, EXACT, FIXED, TWO_LEVELS], ids=str)
+@pytest.mark.parametrize("algorithm", [PUSHED, EXACT, FIXED, TWO_LEVELS, TWO_LEVELS_FIXED], ids=str)
 def test_dispatch_does_not_synchronise(device, algorithm, monkeypatch):
     """Except for the one read of counts with chunks of exact size."""
     reads = algorithm in (EXACT, TWO_LEVELS)
     if algorithm is TWO_LEVELS:
         monkeypatch.setattr(simulate, "two_sided_transfer", lambda config, pushed: TwoLevelSendRecvTransfer)
-    if reads and device == "cpu":
-        for module, name in ((sendrecv, "_sizes"), (two_level, "_sizes"), (two_level_sendrecv, "_total")):
-            monkeypatch.setattr(module, name, on_the_host(getattr(module, name)))
-    elif reads:
+    if algorithm is not PUSHED and device == "cpu":
+        modules = {"chunk_sizes": (sendrecv, fixed), "_sizes": (two_level,), "_total": (two_level_sendrecv,)}
+        for name, of_name in modules.items():
+            for module in of_name:
+                monkeypatch.setattr(module, name, on_the_host(getattr(module, name)))
+    elif reads and device == "cuda":
         monkeypatch.setattr(SendRecvTransfer, "_read", read_unguarded(SendRecvTransfer._read))
     for number, given in enumerate(SETTINGS):
-        given = {**given, "overflow": "drop"} if algorithm is FIXED else given
+        given = {**given, "overflow": "drop"} if "chunk_capacity" in algorithm else given
         d = VirtualTokenDispatcher(
             3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **algorithm, **given
         )
@@ -136,7 +139,7 @@ def read_unguarded(read: Callable[..., Any]) -> Callable[..., Any]:
 def test_sync_guard_covers_all_verbs(device, verb, one_sided, monkeypatch):
     if device == "cuda":
         pytest.skip("of the guard on the CPU")
-    monkeypatch.setattr(sendrecv, "_sizes", on_the_host(sendrecv._sizes))
+    monkeypatch.setattr(sendrecv, "chunk_sizes", on_the_host(sendrecv.chunk_sizes))
     d = VirtualTokenDispatcher(
         3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, one_sided=one_sided
     )

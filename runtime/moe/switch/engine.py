@@ -24,7 +24,7 @@ from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens
 from ..dispatcher import TokenDispatcher
 from ..overflow import LATEST, Overflow
-from ..transfer.fixed import with_splits
+from ..transfer.levels import with_splits
 
 LAYOUTS = ("flat", "expert_major")
 Received = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

@@ -10,18 +10,16 @@ time, since equal sizes give the host nothing to compare.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows
-from ....planner import NVLINK_INFINIBAND, price_splits
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
-from .base import Delivery, Read, Steps, TokenTransfer
-from .sendrecv import SendRecvTransfer
+from .base import Delivery, Steps
+from .sendrecv import SendRecvTransfer, chunk_sizes
 
 
 class FixedTransfer(SendRecvTransfer):
@@ -41,8 +39,9 @@ class FixedTransfer(SendRecvTransfer):
         destination = torch.arange(ranks, device="cpu").repeat_interleave(sizes).to(self.device)
         self._chunk = destination * capacity  # int64 [S]: the first row of the destination's chunk
         self._in_chunk = torch.arange(capacity, device=self.device).expand(ranks, -1).contiguous()
-        self._sizes = [capacity] * ranks
-        self._sizes_of_all = torch.full((ranks,), capacity, dtype=torch.int64, device="cpu")
+        of_all = torch.full((ranks,), capacity, dtype=torch.int64, device="cpu")
+        self._sizes_of_all = of_all, of_all
+        """On the host: rows of the chunk to each destination, and of that from each source."""
 
     def _before(self, rows: torch.Tensor) -> torch.Tensor:
         """Return how many rows precede those of each physical expert in the chunk of the same destination.
@@ -54,18 +53,25 @@ class FixedTransfer(SendRecvTransfer):
         return before - before[..., self._first]
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
-        counts = matrix[:, :-1].long()
-        fitting = torch.minimum(counts, (self._capacity - self._before(counts)).clamp(min=0))
-        groups = self._grouped(torch.cat((fitting.int(), matrix[:, -1:]), 1), self.physical_experts)
-        exceeding = torch.stack(((counts - fitting).sum(), counts.new_zeros(())))
-        groups = groups._replace(overflow=groups.overflow + exceeding)
+        fitting, groups = self._fitted(matrix)
         start = (self._chunk + self._before(groups.limit.long())).int()
         in_chunks = groups._replace(start=start)
         rows = locate_rows(counted.physical_expert, counted.place, in_chunks, self.physical_experts)
+        return DispatchRecord(weights, groups, rows, matrix, self._chunks_with(self._places(fitting, groups)))
+
+    def _fitted(self, matrix: torch.Tensor) -> tuple[torch.Tensor, Groups]:
+        """Return the rows that fit in the chunks, int64 [W, S], and the groups of those, whose overflow counts all."""
+        counts = matrix[:, :-1].long()
+        fitting = torch.minimum(counts, (self._capacity - self._before(counts)).clamp(min=0))
+        groups = self._grouped(with_counts(matrix, fitting), self.physical_experts)
+        exceeding = torch.stack(((counts - fitting).sum(), counts.new_zeros(())))
+        return fitting, groups._replace(overflow=groups.overflow + exceeding)
+
+    def _chunks_with(self, places: torch.Tensor) -> Chunks:
+        sends, receives = (sizes.clone() for sizes in self._sizes_of_all)
         no_padding = torch.zeros(1, dtype=torch.int64, device="cpu")
-        sizes = self._sizes_of_all
-        chunks = Chunks(sizes.clone(), sizes.clone(), no_padding, sizes[:1].clone(), self._places(fitting, groups))
-        return DispatchRecord(weights, groups, rows, matrix, chunks)
+        most = torch.full((1,), self._capacity, dtype=torch.int64, device="cpu")
+        return Chunks(sends, receives, no_padding, most, places)
 
     def _places(self, counts: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Return the place in this rank's buffer of each row of the received chunks, int64 [W * capacity], -1: none.
@@ -85,13 +91,13 @@ class FixedTransfer(SendRecvTransfer):
         place = begin.gather(1, expert) + self._in_chunk - (ends - received).gather(1, expert)
         return torch.where(self._in_chunk < ends[:, -1:], place, -1).view(-1)
 
-    def _deliver(self, delivery: Delivery) -> Steps[None]:
+    def _bring(self, delivery: Delivery, packed: Sequence[torch.Tensor]) -> Steps[None]:
         operation, record, _, into, weights, take = delivery
         assert record.chunks is not None
         ranks, places = self.config.ranks, record.chunks.places
-        packed = self._packed(delivery, len(places))
-        received = [self._empty(tuple(x.shape), x.dtype) for x in packed]
-        yield from self._exchange(operation, packed, self._sizes, received, self._sizes, self._capacity)
+        sends, receives, _, most = chunk_sizes(record.chunks)
+        received = [self._empty((len(places), *x.shape[1:]), x.dtype) for x in packed]
+        yield from self._exchange(operation, packed, sends, received, receives, most)
         # Each received row is pushed as a token with one pair, whose destination is this rank.
         place = places.int()[:, None]
         rows = TokenRows(torch.where(place >= 0, self.me, ranks).int(), place)
@@ -103,49 +109,24 @@ class FixedTransfer(SendRecvTransfer):
         if take is not None:
             take(into[0])
 
-    def _fetch(
-        self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
+    def _returned(
+        self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor]
     ) -> Steps[list[torch.Tensor]]:
         assert record.chunks is not None
+        sends, receives, _, most = chunk_sizes(record.chunks)
         rows = record.chunks.places.clamp(min=0)
-        returned = [self._empty((len(rows), *values.shape[1:]), values.dtype) for values in given]
+        returned = [self._empty((sum(sends), *values.shape[1:]), values.dtype) for values in given]
         packed = [
-            values.index_select(0, rows) if len(values) else torch.zeros_like(x)
-            for values, x in zip(given, returned, strict=True)
+            values.index_select(0, rows) if len(values) else values.new_zeros(len(rows), *values.shape[1:])
+            for values in given
         ]
-        yield from self._exchange(operation, packed, self._sizes, returned, self._sizes, self._capacity)
-        return read(self._as_destinations(returned))
+        yield from self._exchange(operation, packed, receives, returned, sends, most)
+        return returned
 
 
-def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTransfer]]:
-    """Return the transfer, and those that other values of `splits` and `two_level` select among the same ranks."""
-    if transfer.two_level:
-        return [transfer, SendRecvTransfer, FixedTransfer]
-    if not transfer.in_chunks:
-        return [transfer]
-    return [transfer, SendRecvTransfer if transfer.fixed_size else FixedTransfer]
-
-
-def with_splits(config: DispatchConfig, nodes: Sequence[Hashable]) -> tuple[DispatchConfig, str]:
-    """Return the config with the splits that are cheaper on GPUs, and why; equal on all ranks.
-
-    Args:
-        config: one without `splits`.
-        nodes: the node of each rank.
-    """
-    most = config.most_pairs
-    prices = price_splits(nodes, most, most, config.row_nbytes, NVLINK_INFINIBAND, True)
-    if prices.cheaper == "fixed":
-        config = replace(config, splits="fixed")
-    why = (
-        f"splits: {prices.cheaper}, the cheaper on {_number_of(set(nodes))} by the links of {NVLINK_INFINIBAND.name}: "
-        f"{prices.host:.0f} us with sizes that the host reads, {prices.fixed:.0f} us in chunks with room for all rows"
-    )
-    return config, why
-
-
-def _number_of(nodes: Collection[Hashable]) -> str:
-    return f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
+def with_counts(matrix: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return a matrix of counts, int32 [W, S + 1], with others, [W, S], but the same numbers of bad ids."""
+    return torch.cat((counts.int(), matrix[:, -1:]), 1)
 
 
 def sendrecv_transfer(config: DispatchConfig) -> type[SendRecvTransfer]:

@@ -1,17 +1,20 @@
-"""The choice between one level and two for a dispatcher of several nodes."""
+"""The choice of how rows travel between ranks that exchange messages: in chunks of exact or of fixed size, on one level
+or two."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 
 import torch
 
-from ....planner import Topology, price_levels
+from ....planner import HOST_READ_US, NVLINK_INFINIBAND, Topology, price_levels, price_splits
 from ..config import DispatchConfig
 from .base import TokenTransfer
-from .fixed import sendrecv_transfer
+from .fixed import FixedTransfer, sendrecv_transfer
+from .sendrecv import SendRecvTransfer
+from .two_level_fixed import TwoLevelFixedTransfer
 from .two_level_push import TwoLevelPushTransfer
 from .two_level_sendrecv import TwoLevelSendRecvTransfer
 
@@ -20,6 +23,8 @@ def two_sided_transfer(config: DispatchConfig, pushed: bool) -> type[TokenTransf
     """Return the transfer of two-sided transports; `pushed`: whether ranks of a node write into each other's memory."""
     if not config.two_level or config.nodes is None:
         return sendrecv_transfer(config)
+    if config.chunk_rows is not None:
+        return TwoLevelFixedTransfer
     return TwoLevelPushTransfer if pushed else TwoLevelSendRecvTransfer
 
 
@@ -37,26 +42,72 @@ def with_levels(
     Args:
         config: with `nodes`.
         transport: the name of the ranks' transport.
-        topology: returns that of the ranks, None if it is not known. Called unless chunks have a fixed size.
+        topology: returns that of the ranks, None if it is not known.
     """
     if config.nodes is None:
         return replace(config, two_level=None), ""
-    if config.chunk_capacity is not None:
-        return replace(config, two_level=False), _text(False, "chunks have a fixed size")
     found = topology()  # also if it is not needed, since peers that need it wait for this rank's figures
     if config.two_level is not None:
         return config, _text(config.two_level, "requested")
     if found is None:
         return replace(config, two_level=False), _text(False, "the machines of the ranks are not known")
-    pushed = pushed_inside(config, device, transport)
-    prices = price_levels(config.nodes, config.max_tokens, config.top_k, config.row_nbytes, found, pushed)
+    pushed = pushed_inside(config, device, transport) and config.chunk_rows is None
+    prices = price_levels(
+        config.nodes, config.max_tokens, config.top_k, config.row_nbytes, found, pushed, config.chunk_rows
+    )
     why = (
         f"the cheaper on {found.name} by {found.origin}: {prices.two:.0f} us and {prices.two_bytes:,.0f} bytes into a "
-        f"node for a dispatch and a combine on two, {prices.one:.0f} us and {prices.one_bytes:,.0f} on one, with even "
-        "routing"
+        f"node for a dispatch and a combine on two, {prices.one:.0f} us and {prices.one_bytes:,.0f} on one, "
+        + ("with even routing" if config.chunk_rows is None else "in messages of fixed size")
     )
     return replace(config, two_level=prices.two_is_cheaper), _text(prices.two_is_cheaper, why)
 
 
 def _text(two_level: bool, why: str) -> str:
     return f"levels: {'two' if two_level else 'one'}, {why}"
+
+
+def with_splits(config: DispatchConfig, nodes: Sequence[Hashable], pushed: bool = False) -> tuple[DispatchConfig, str]:
+    """Return the config with the splits that are cheaper on GPUs, and why; equal on all ranks.
+
+    Args:
+        config: one without `splits`.
+        nodes: the node of each rank. On several of them the cheaper level counts, unless `two_level` is set.
+        pushed: whether ranks of a node write into each other's memory on two levels.
+    """
+    most, tokens = config.most_pairs, config.max_tokens
+    if len(set(nodes)) == 1:
+        prices = price_splits(nodes, most, most, config.row_nbytes, NVLINK_INFINIBAND, True)
+        host, fixed = prices.host, prices.fixed
+    else:
+        levels = ("one", "two") if config.two_level is None else (("two",) if config.two_level else ("one",))
+        host, fixed = (
+            min(getattr(price, level) for level in levels)
+            for chunk_rows in (None, most)
+            for price in [
+                price_levels(nodes, tokens, config.top_k, config.row_nbytes, NVLINK_INFINIBAND, pushed, chunk_rows)
+            ]
+        )
+        host += HOST_READ_US
+    if fixed < host:
+        config = replace(config, splits="fixed")
+    why = (
+        f"splits: {'fixed' if fixed < host else 'host'}, the cheaper on {_number_of(set(nodes))} by the links of "
+        f"{NVLINK_INFINIBAND.name}: {host:.0f} us with sizes that the host reads, {fixed:.0f} us in chunks with room "
+        "for all rows"
+    )
+    return config, why
+
+
+def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTransfer]]:
+    """Return the transfer, and those that other values of `splits` and `two_level` select among the same ranks."""
+    if not (transfer.in_chunks or transfer.two_level):
+        return [transfer]
+    kinds: list[type[TokenTransfer]] = [SendRecvTransfer, FixedTransfer]
+    if transfer.two_level:
+        kinds = [TwoLevelFixedTransfer, *kinds] if not transfer.fixed_size else [TwoLevelSendRecvTransfer, *kinds]
+    return [transfer, *[kind for kind in kinds if type(transfer) is not kind]]
+
+
+def _number_of(nodes: Collection[Hashable]) -> str:
+    return f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"

@@ -134,12 +134,12 @@ class SendRecvTransfer(TokenTransfer):
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         assert delivery.record.chunks is not None
-        yield from self._bring(delivery, self._packed(delivery, sum(_sizes(delivery.record.chunks)[0])))
+        yield from self._bring(delivery, self._packed(delivery, sum(chunk_sizes(delivery.record.chunks)[0])))
 
     def _bring(self, delivery: Delivery, packed: Sequence[torch.Tensor]) -> Steps[None]:
         """Exchange chunks, and store the received rows in their groups."""
         assert delivery.record.chunks is not None
-        sends, receives, padded, most = _sizes(delivery.record.chunks)
+        sends, receives, padded, most = chunk_sizes(delivery.record.chunks)
         places, padding = delivery.record.chunks.places[: sum(receives) + padded].tensor_split([sum(receives)])
         received = [self._empty((len(places), *x.shape[1:]), x.dtype) for x in packed]
         yield from self._exchange(delivery.operation, packed, sends, received, receives, most)
@@ -179,7 +179,7 @@ class SendRecvTransfer(TokenTransfer):
     ) -> Steps[list[torch.Tensor]]:
         """Return the rows of `given` to those that sent them; return this rank's."""
         assert record.chunks is not None
-        sends, receives, _, most = _sizes(record.chunks)
+        sends, receives, _, most = chunk_sizes(record.chunks)
         returned = [self._empty((sum(sends), *values.shape[1:]), values.dtype) for values in given]
         places = record.chunks.places[: sum(receives)]
         packed = [self._empty((sum(receives), *values.shape[1:]), values.dtype) for values in given]
@@ -224,6 +224,6 @@ class SendRecvTransfer(TokenTransfer):
         return host
 
 
-def _sizes(chunks: Chunks) -> tuple[list[int], list[int], int, int]:
+def chunk_sizes(chunks: Chunks) -> tuple[list[int], list[int], int, int]:
     """Return the rows sent to each destination, received from each source, of padding, and `Chunks.most`."""
     return chunks.sends.tolist(), chunks.receives.tolist(), int(chunks.padding), int(chunks.most)

@@ -72,8 +72,7 @@ class TwoLevelTransfer(TokenTransfer):
         ranks = config.node_ranks
         assert ranks is not None
         k, row = config.top_k, max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes)
-        sent = config.max_tokens * min(k, len(ranks.members) - 1)
-        forwarded = most_forwarded(config)
+        sent, forwarded = most_sent(config, chunk_capacity), most_forwarded(config, chunk_capacity)
         purposes[ROUTING] += sent * 8 + forwarded * 12 * k
         messages = "tokens and sums sent and received, and sums of this node"
         return {**purposes, messages: (sent + forwarded + config.max_tokens) * row}
@@ -213,7 +212,8 @@ class TwoLevelTransfer(TokenTransfer):
         operation, record, x, into, weights, _ = delivery
         sizes, numbers = self._sizes(forwards)
         packed = self._empty((sum(sizes), x.shape[1]), x.dtype)
-        torch.index_select(x, 0, forwards.token[: len(packed)], out=packed)
+        if len(x):
+            torch.index_select(x, 0, forwards.token[: len(packed)], out=packed)
         received = self._empty((sum(numbers), x.shape[1]), x.dtype)
 
         def push_own() -> None:
@@ -245,18 +245,21 @@ class TwoLevelTransfer(TokenTransfer):
         push_rows(x, rows, buffers, delivery.record.groups, self._at, weights, numbers, padding, launch)
 
     def _pairs_of(
-        self, tokens: Tokens, which: torch.Tensor, token: torch.Tensor, expert: torch.Tensor, kept: torch.Tensor
+        self, tokens: Tokens, node: torch.Tensor, token: torch.Tensor, expert: torch.Tensor, kept: torch.Tensor
     ) -> torch.Tensor:
-        """Return `Sent.pairs` of the tokens `token`, each sent to the node `which` of the other nodes.
+        """Return `Sent.pairs` of the tokens `token`.
 
         Args:
+            node: int64 [n], where each of them is sent; -1: it is none, so none of its pairs is there.
             expert, kept: the physical expert of each pair, and whether it has a row; [T, K].
         """
         k = self.config.top_k
         pairs = torch.empty((len(token), pair_words(k)), dtype=torch.int32, device=self.device)
+        if not len(expert):
+            return pairs.fill_(-1)  # there may be places for tokens
         pairs[:, :k] = tokens.weights.contiguous().view(torch.int32)[token]
         of_token = expert[token]
-        there = self._node_of_expert[of_token.clamp(min=0).long()] == self._others[which][:, None]
+        there = self._node_of_expert[of_token.clamp(min=0).long()] == node[:, None]
         pairs.view(torch.int16)[:, 2 * k : 3 * k] = torch.where(there & kept[token], of_token, -1)
         return pairs
 
@@ -299,6 +302,8 @@ class TwoLevelTransfer(TokenTransfer):
         """
         total = own if own is out else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         sizes, _ = self._sizes(forwards)
+        if not len(out):
+            return  # there may be places for tokens nevertheless
         parts = list(zip(forwards.token[: len(others)].split(sizes), others.split(sizes), strict=True))
         for token, sums in parts[: self._node]:
             total.index_add_(0, token, sums.float())
@@ -344,11 +349,24 @@ class TwoLevelTransfer(TokenTransfer):
         )  # fmt: skip
 
 
-def most_forwarded(config: DispatchConfig) -> int:
+def most_sent(config: DispatchConfig, chunk_capacity: int | None) -> int:
+    """Return the tokens that a rank sends to other nodes, at most."""
+    ranks = config.node_ranks
+    assert ranks is not None
+    if chunk_capacity is None:
+        return config.max_tokens * min(config.top_k, len(ranks.members) - 1)
+    places = ranks.token_places(config.max_tokens, chunk_capacity)
+    return sum(places) - min(places)
+
+
+def most_forwarded(config: DispatchConfig, chunk_capacity: int | None) -> int:
     """Return the tokens that a rank forwards, at most."""
     ranks = config.node_ranks
     assert ranks is not None
-    return config.max_tokens * max(len(ranks.sources(rank)) for rank in range(config.ranks))
+    most = [config.max_tokens] * len(ranks.members)
+    if chunk_capacity is not None:
+        most = ranks.token_places(config.max_tokens, chunk_capacity)
+    return max(len(ranks.sources(rank)) * most[node] for rank, node in enumerate(ranks.nodes))
 
 
 def _sizes(forwards: Forwards) -> tuple[list[int], list[int]]:
@@ -367,5 +385,6 @@ def _forwarded(record: DispatchRecord) -> tuple[Forwards, TokenRows]:
 def _merged(own: torch.Tensor, forwards: Forwards, others: torch.Tensor) -> torch.Tensor:
     """Add the numbers of pairs on other nodes to those on this one, as bits: each pair is on one node, and others have
     zeros for it."""
-    own.view(torch.int32).index_add_(0, forwards.token[: len(others)], others.view(torch.int32))
+    if len(own):
+        own.view(torch.int32).index_add_(0, forwards.token[: len(others)], others.view(torch.int32))
     return own

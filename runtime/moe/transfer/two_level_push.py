@@ -109,7 +109,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
             )  # fmt: skip
             numbers = [int(number) for number in received]
         which, token = by_node.nonzero(as_tuple=True)
-        pairs = self._pairs_of(tokens, which, token, expert, kept)
+        pairs = self._pairs_of(tokens, self._others[which], token, expert, kept)
         sends, receives = torch.zeros((2, self.config.ranks), dtype=torch.int64, device="cpu")
         for host, ranks, given in ((sends, self._forwarders, sizes), (receives, self._sources, numbers)):
             host[ranks] = torch.tensor(given, dtype=torch.int64, device="cpu")

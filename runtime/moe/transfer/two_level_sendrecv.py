@@ -36,14 +36,14 @@ class _Counts(NamedTuple):
     by_node: torch.Tensor
     """bool [nodes - 1, T]: which tokens have a pair on each other node."""
     numbers: torch.Tensor
-    """int64 [sources]: the tokens that this rank receives of each source."""
+    """As of `Forwarding`."""
 
 
-class _Forwarding(NamedTuple):
+class Forwarding(NamedTuple):
     """The chunks' rows of forwarded tokens."""
 
     numbers: torch.Tensor
-    """As of `_Counts`."""
+    """int64 [sources]: the tokens that this rank receives of each source."""
     start: torch.Tensor
     """int64 [sources, S]: the first row of each source's pairs of each physical expert."""
     kept: torch.Tensor
@@ -64,7 +64,12 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         # Chunks have the rows of forwarded tokens, too.
         (chunks,) = [purpose for purpose in purposes if purpose.startswith("chunks")]
         row = max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes, config.combined_nbytes)
-        return {**purposes, chunks: purposes[chunks] + most_forwarded(config) * config.top_k * row}
+        if chunk_capacity is not None:
+            ranks = config.node_ranks
+            assert ranks is not None
+            sent = [len(ranks.members[node]) * (1 + len(ranks.sources(r))) for r, node in enumerate(ranks.nodes)]
+            return {**purposes, chunks: (max(sent) + config.ranks) * chunk_capacity * row}
+        return {**purposes, chunks: purposes[chunks] + most_forwarded(config, None) * config.top_k * row}
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -94,8 +99,7 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         if record is not None:
             return (yield from super().dispatch(tokens, outs, record))
         own = (self._rows_to_receive(), self._new_numbers())
-        counts = yield from self._share_counts(tokens.ids)
-        record, sent, receives, forwarding = self._route(tokens, counts, (outs or own)[1])
+        record, sent, receives, forwarding = yield from self._routed(tokens, (outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
         delivery = Delivery(DISPATCH, record, tokens.x, own, tokens.weights)
         assert record.chunks is not None
@@ -105,6 +109,13 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         yield from self._bring(delivery, packed)
         return copied(own, outs, record.groups)[0], record
 
+    def _routed(
+        self, tokens: Tokens, row_weights: torch.Tensor
+    ) -> Steps[tuple[DispatchRecord, Sent, torch.Tensor, Forwarding]]:
+        """Return the record without `forwards`, what this rank sends to other nodes, `Forwards.receives`, and where the
+        forwarded rows lie in the chunks."""
+        return self._route(tokens, (yield from self._share_counts(tokens.ids)), row_weights)
+
     def _share_counts(self, ids: torch.Tensor) -> Steps[_Counts]:
         """Count the pairs of `ids`, and exchange the counts."""
         counted = self._count(ids)
@@ -112,25 +123,27 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         ranks, width = self.config.ranks, self.physical_experts.count + 1
         numbers = torch.zeros(self._node_count, dtype=torch.int64, device=self.device)
         numbers.index_copy_(0, self._others, by_node.sum(1))
-        sent, received = (self._empty((ranks, width + 1), torch.int32) for _ in range(2))
+        sent = self._empty((ranks, width + 1), torch.int32)
         sent[:, :width] = counted.counts
         sent[:, width] = numbers[self._node_of_rank]
-        rows = Rows(sent, [1] * ranks, received, [1] * ranks)
-        yield from self._chunks.run(self.fingerprint + DISPATCH + COUNTS, [rows], 1, None, self.collectives)
+        received = yield from self._exchange_counts(sent)
         return _Counts(counted, received[:, :width].contiguous(), by_node, received[self._brought[1:], width].long())
+
+    def _exchange_counts(self, sent: torch.Tensor) -> Steps[torch.Tensor]:
+        """Send row r, int32, to each rank r of all nodes, and return what each sends to this one, alike."""
+        ones, received = [1] * self.config.ranks, self._empty(tuple(sent.shape), torch.int32)
+        rows, fingerprint = Rows(sent, ones, received, ones), self.fingerprint + DISPATCH + COUNTS
+        yield from self._chunks.run(fingerprint, [rows], 1, None, self.collectives)
+        return received
 
     def _route(
         self, tokens: Tokens, shared: _Counts, row_weights: torch.Tensor
-    ) -> tuple[DispatchRecord, Sent, torch.Tensor, _Forwarding]:
-        """Return the record without `forwards`, what this rank sends to other nodes, `Forwards.receives`, and where the
-        forwarded rows lie in the chunks."""
+    ) -> tuple[DispatchRecord, Sent, torch.Tensor, Forwarding]:
+        """Return the same as `_routed`."""
         (expert, place, _), matrix, by_node, numbers = shared
         c = self.config
         groups = self._grouped(matrix, self.physical_experts)
-        rows_of_all = group_rows(matrix, self._all_experts, 0, c.rows, c.align, c.expert_capacity, c.batched).counts
-        counts = matrix[:, :-1].long()
-        kept = torch.minimum((rows_of_all - (counts.cumsum(0) - counts)).clamp(min=0), counts)[self._brought]
-        kept = kept * self._here
+        kept = self._kept(matrix)
         sends, start = self._chunk_rows(kept)
         received, padding, places = self._arrivals(matrix, groups, self._arrival_order)
         receives = torch.zeros_like(received).index_add_(0, self._bringer, received)
@@ -144,9 +157,18 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         # Of known size, so that the host need not wait for it.
         which, token = torch.nonzero_static(by_node, size=_total(host_sends)).unbind(1)
         has_row = (expert >= 0) & (place < groups.limit[expert.clamp(min=0).long()])
-        sent = Sent(token.contiguous(), self._pairs_of(tokens, which, token, expert, has_row), host_sends)
+        sent = Sent(token.contiguous(), self._pairs_of(tokens, self._others[which], token, expert, has_row), host_sends)
         record = DispatchRecord(row_weights, groups, rows, matrix, chunks)
-        return record, sent, host_receives, _Forwarding(numbers, start[1:], kept[1:])
+        return record, sent, host_receives, Forwarding(numbers, start[1:], kept[1:])
+
+    def _kept(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the pairs that have a row of this rank and its sources, by physical expert: int64 [1 + sources, S].
+        0 for those on other nodes."""
+        c = self.config
+        rows_of_all = group_rows(matrix, self._all_experts, 0, c.rows, c.align, c.expert_capacity, c.batched).counts
+        counts = matrix[:, :-1].long()
+        kept = torch.minimum((rows_of_all - (counts.cumsum(0) - counts)).clamp(min=0), counts)[self._brought]
+        return kept * self._here
 
     def _chunk_rows(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of the chunk for each destination, int64 [W], and the first row of each source's pairs of
@@ -162,7 +184,7 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         begin = sends.cumsum(0) - sends + by_rank.cumsum(0) - by_rank - at_bounds[:, :-1]
         return sends, before - kept + begin[:, self._destination]
 
-    def _locate(self, experts: torch.Tensor, forwarding: _Forwarding, record: DispatchRecord) -> TokenRows:
+    def _locate(self, experts: torch.Tensor, forwarding: Forwarding, record: DispatchRecord) -> TokenRows:
         """Return the rows in the chunks of the forwarded tokens; `experts`: int32 [F, K], physical, -1 for none."""
         numbers, start, kept = forwarding
         index = torch.arange(len(experts), device=self.device)

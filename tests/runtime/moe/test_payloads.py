@@ -32,6 +32,7 @@ ALL = [
 KINDS: dict[str, dict[str, Any]] = {
     "pushed": {}, "exact chunks": {"one_sided": False}, "fixed chunks": {"one_sided": False, "splits": "fixed"},
     "two levels": {"one_sided": False, "two_level": True},
+    "two levels fixed": {"one_sided": False, "two_level": True, "splits": "fixed"},
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
 from shardweave.runtime.moe.transfer import base, push, sendrecv
 from shardweave.runtime.moe.transfer.base import ROUTING
-from shardweave.runtime.moe.transfer.fixed import with_splits
+from shardweave.runtime.moe.transfer.levels import with_splits
 from shardweave.runtime.moe.transfer.window import WindowTransfer
 
 
@@ -47,7 +47,6 @@ def one(**given) -> DispatchConfig:
         ({"splits": "host", "chunk_capacity": 3}, "chunk_capacity: 3 with splits='host'; allowed: None"),
         ({"two_level": 1}, "two_level: 1; allowed: True, False, None"),
         ({"dedupe": "rank"}, "dedupe: 'rank'; allowed: True, False, None"),
-        ({"two_level": True, "splits": "fixed"}, "two_level: True with chunks of fixed size; allowed: False, None"),
         ({"nodes": [0, 1, 1]}, "nodes: of 3 ranks; allowed: one for each of 2"),
         ({"save": "all"}, "save: 'all'; allowed: 'buffer', 'redispatch', 'copy'"),
         ({"pooled_buffers": -1}, "pooled_buffers: -1; allowed: a whole number, 0 to 1024"),

@@ -21,10 +21,12 @@ from shardweave.runtime.moe import simulate
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.node_ranks import NodeRanks, numbered
+from shardweave.runtime.moe.report import inside_node, on_wire
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer
-from shardweave.runtime.moe.transfer.levels import with_levels
+from shardweave.runtime.moe.transfer.levels import with_levels, with_splits
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
+from shardweave.runtime.moe.transfer.two_level_fixed import TwoLevelFixedTransfer
 from shardweave.runtime.moe.transfer.two_level_push import TwoLevelPushTransfer
 from shardweave.runtime.moe.transfer.two_level_sendrecv import TwoLevelSendRecvTransfer
 from shardweave.runtime.statistics import stats
@@ -36,6 +38,7 @@ CPU = torch.device("cpu")
 KINDS = {
     "two levels": {"two_level": True}, "two levels in chunks": {"two_level": True}, "one level": {"two_level": False},
     "fixed chunks": {"two_level": False, "splits": "fixed"},
+    "two levels in fixed chunks": {"two_level": True, "splits": "fixed"},
 }  # fmt: skip
 
 
@@ -106,9 +109,12 @@ def check_case(
     matrices, found = matrices_of(experts, hidden, dtype), {}
     for kind, given in KINDS.items():
         d = virtual(nodes, "in chunks" in kind, **settings, **given)
-        transfer: type = FixedTransfer if "splits" in given else SendRecvTransfer
-        if given["two_level"] and len(set(nodes)) > 1:
+        two_levels, fixed = given["two_level"] and len(set(nodes)) > 1, "splits" in given
+        transfer: type = FixedTransfer if fixed else SendRecvTransfer
+        if two_levels:
             transfer = TwoLevelSendRecvTransfer if "in chunks" in kind else TwoLevelPushTransfer
+        if two_levels and fixed:
+            transfer = TwoLevelFixedTransfer
         assert type(d.transfers[0]) is transfer
         found[kind] = trained(d, tokens, matrices, weighted, add)
     want = found["two levels"]
@@ -154,6 +160,33 @@ def test_two_levels_equal_one_level_and_dense(
     settings = settings_of(experts, k, hidden, max(counts), dtype, **more)
     dropped = check_case(nodes, tokens, settings, weighted=hidden != 9, add=hidden == 8)["overflow"][0][0]
     assert bool(dropped) == ("overflow" in more)
+
+
+@pytest.mark.parametrize(
+    "nodes, chunk_capacity, more",
+    [([0, 0, 1, 1], 0, {}), ([0, 1, 1, 2, 2], 2, {"save": "redispatch", "capacity": 0.5}),
+     ([0, 1, 2, 0, 0], 1.5, {"save": "copy", "expert_capacity": 3}), ([0, 0, 1], 1, {"align": 4})],
+    ids=str,
+)  # fmt: skip
+def test_two_levels_drop_the_rows_of_one_level_in_fixed_chunks(
+    nodes: list[int], chunk_capacity: int | float, more: dict[str, Any]
+) -> None:
+    counts = [9, 0, 12, 5, 3][: len(nodes)]
+    settings = settings_of(7, 4, 9, 12, torch.bfloat16, chunk_capacity=chunk_capacity, overflow="drop", **more)
+    experts = [[0, 1, 3], [2], [0, 4, 5, 6], [], [2, 3]][: len(nodes)]
+    for placement in (None, experts):
+        for routing in ("zipf", "hot rank"):
+            tokens = [tokens_of(r, n, 4, 7, 9, torch.bfloat16, routing) for r, n in enumerate(counts)]
+            found = []
+            for two_level in (False, True):
+                d = virtual(nodes, expert_map=placement, two_level=two_level, **settings)
+                kind = TwoLevelFixedTransfer if two_level else FixedTransfer
+                assert type(d.transfers[0]) is kind
+                results = trained(d, tokens, matrices_of(7, 9, torch.bfloat16), True, True)
+                found.append({name: [raw(x) for x in of_ranks] for name, of_ranks in results.items()})
+                assert sum(int(of_rank[0]) for of_rank in results["overflow"])
+            for name, one in found[0].items():
+                assert one == found[1][name], (name, placement, routing)
 
 
 @pytest.mark.long
@@ -254,6 +287,34 @@ def test_bytes_between_ranks_equal_floor(
     assert in_chunks or sum(between.values()) == sum(sent.values())
 
 
+@pytest.mark.parametrize("routing", ["uniform", "none"])
+@pytest.mark.parametrize("chunk_capacity", [2, 36])
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 1, 2, 2, 0]], ids=str)
+def test_bytes_in_fixed_chunks_equal_report(
+    nodes: list[int], chunk_capacity: int, routing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However tokens are routed. All ranks have as many peers and sources, so that the report of one is that of all."""
+    settings = settings_of(
+        12, 3, 16, 12, torch.float32, chunk_capacity=chunk_capacity, overflow="drop", two_level=True
+    )  # fmt: skip
+    tokens = [tokens_of(r, 12 - 2 * r, 3, 12, 16, torch.float32, routing) for r in range(len(nodes))]
+    d, sent = virtual(nodes, **settings), sent_bytes(monkeypatch)
+    trained(d, tokens, matrices_of(12, 16, torch.float32), True, False)
+    between = sum(n for (a, b), n in sent.items() if nodes[a] != nodes[b])
+    reported = [on_wire(d.config, d.transfers[0], chunk_capacity), inside_node(d.config, chunk_capacity)]
+    for wire in reported:
+        assert all(even == most for even, most in wire.values())
+    assert [between, sent.total() - between] == [
+        len(nodes) * sum(most for _, most in wire.values()) for wire in reported
+    ]
+    # A token has one place in a message to a node, and at most as many as rows there.
+    places = min(12, 2 * chunk_capacity) * (len(set(nodes)) - 1)
+    assert reported[0]["combine"][1] == places * 16 * 4
+    text = d.explain()
+    assert "messages of fixed size" in text and "inside a node, bytes that a rank sends for itself" in text
+    assert f"{reported[1]['dispatch'][1]:>16,}  dispatch" in text
+
+
 def test_ranks_take_turns_in_forwarding() -> None:
     for nodes in ([0, 0, 1, 1], [0, 1, 1, 2, 2], [0, 1, 2, 3, 3, 3], [0, 1, 0, 2, 1, 1, 0], [0, 0, 0, 0, 1]):
         ranks = NodeRanks(nodes)
@@ -287,14 +348,15 @@ def test_levels_are_chosen_by_price() -> None:
         ({"two_level": True}, "hierarchical", CPU, "levels: two, requested"),
         ({"two_level": False}, "hierarchical", CPU, "levels: one, requested"),
         ({"two_level": True}, "process_group", torch.device("cuda"), "levels: two, requested"),
-        ({"splits": "fixed"}, "hierarchical", CPU, "levels: one, chunks have a fixed size"),
-        ({"splits": "fixed"}, "process_group", torch.device("cuda"), "levels: one, chunks have a fixed size"),
+        ({"two_level": True, "splits": "fixed"}, "process_group", torch.device("cuda"), "levels: two, requested"),
     ):
         # Ranks on which the request is given publish their figures, too: others may wait for them.
         asked: list[None] = []
         config, why = with_levels(config_of(**given), device, transport, lambda asked=asked: asked.append(None))
-        assert len(asked) == ("two_level" in given)
+        assert len(asked) == 1
         assert why.startswith(text) and config.two_level is text.startswith("levels: two")
+    config, why = with_levels(config_of(splits="fixed"), CPU, "hierarchical", lambda: topology)
+    assert config.two_level and why.startswith("levels: two, the cheaper on") and "messages of fixed size" in why
     config, why = with_levels(config_of(), CPU, "hierarchical", lambda: None)
     assert why == "levels: one, the machines of the ranks are not known" and config.two_level is False
     assert with_levels(config_of(nodes=None), CPU, "shared_memory", pytest.fail) == (config_of(nodes=None), "")
@@ -313,6 +375,31 @@ def test_levels_of_gpus_are_chosen_by_price() -> None:
     # Messages inside a node cost more than memory there.
     pushed, sent = (price_levels(nodes, 4096, 8, 14336, NVLINK_INFINIBAND, pushed) for pushed in (True, False))
     assert pushed.one == sent.one and pushed.two < sent.two < sent.one and pushed.two_bytes == sent.two_bytes
+
+
+@pytest.mark.plan
+def test_splits_on_several_nodes_are_chosen_by_the_cheaper_level() -> None:
+    """With room for all rows one level sends W times as many, and two levels as many tokens as there are."""
+    nodes = [rank // 8 for rank in range(16)]
+    settings = {"num_experts": 256, "hidden": 7168, "dtype": torch.bfloat16, "top_k": 8}
+    for tokens, two_level, splits in ((1, None, "fixed"), (1, True, "fixed"), (8, None, "host"), (8, False, "host")):
+        config = DispatchConfig(16, nodes, max_tokens=tokens, two_level=two_level, **settings)
+        chosen, why = with_splits(config, nodes)
+        assert why.startswith(f"splits: {splits}, the cheaper on 2 nodes"), (tokens, two_level, why)
+        assert chosen.chunk_rows == (8 * tokens if splits == "fixed" else None)
+
+
+@pytest.mark.plan
+def test_price_of_fixed_sizes_counts_whole_messages() -> None:
+    """4 ranks on two nodes, 512 tokens, top 4: a chunk has room for 2048 rows, a node for 512 tokens, or 2 * 100."""
+    prices = price_levels([0, 0, 1, 1], 512, 4, 4096, NVLINK_INFINIBAND, False, 2048)
+    assert prices.one_bytes == 2 * 2 * 2048 * (4100 + 4096)
+    assert prices.two_bytes == 2 * 512 * (4096 + 24 + 4096)
+    few = price_levels([0, 0, 1, 1], 512, 4, 4096, NVLINK_INFINIBAND, False, 100)
+    assert few.one_bytes == 2 * 2 * 100 * (4100 + 4096) and few.two_bytes == 2 * 200 * (4096 + 24 + 4096)
+    assert few.two < prices.two < prices.one
+    nothing = price_levels([0, 0, 1], 0, 4, 4096, NVLINK_INFINIBAND, False, 0)
+    assert nothing.one_bytes == nothing.two_bytes == 0
 
 
 @pytest.mark.plan
@@ -348,26 +435,31 @@ def test_virtual_dispatcher_refuses_nodes() -> None:
 
 def test_host_reads_as_often_as_on_one_level() -> None:
     reads, settings = [], settings_of(4, 2, 8, 4, torch.float32, expert_capacity=3, overflow="drop")
-    for two_level, in_chunks in ((False, False), (True, False), (True, True)):
-        d = virtual([0, 0, 1, 1], in_chunks, two_level=two_level, **settings)
+    for two_level, in_chunks, splits in (
+        (False, False, None), (True, False, None), (True, True, None), (False, False, "fixed"), (True, False, "fixed"),
+    ):  # fmt: skip
+        d = virtual([0, 0, 1, 1], in_chunks, two_level=two_level, splits=splits, **settings)
         t = tokens_of(0, 4, 2, 4, 8, torch.float32, "uniform")
         before = stats().host_reads.total()
         routed = d.dispatch([t.x] * 4, [t.ids] * 4, [t.weights] * 4)
         d.combine([r.x for r in routed], routed)
         reads.append(stats().host_reads.total() - before)
-    assert reads == [4, 4, 4]
+    assert reads == [4, 4, 4, 0, 0]
 
 
 def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], str]:
     poison_shared_memory()
     bits = rounds_of(rank, transport)
-    for more in ({"two_level": False}, {"chunk_capacity": 12 * 3}, {"save": "redispatch"}):
+    for more in (
+        {"two_level": False}, {"chunk_capacity": 12 * 3, "two_level": False}, {"save": "redispatch"},
+        {"splits": "fixed", "two_level": True},
+    ):  # fmt: skip
         again = rounds_of(rank, transport, **more)
         assert again == bits, more
     # By messages inside a node as well.
     text = TokenDispatcher(**settings_of(5, 3, 24, 12, torch.bfloat16), transport="process_group").explain()
     assert "levels: two, the cheaper on" in text
-    for more in ({}, {"save": "redispatch"}, {"two_level": True, "save": "copy"}):
+    for more in ({}, {"save": "redispatch"}, {"two_level": True, "save": "copy", "splits": "fixed"}):
         assert rounds_of(rank, "process_group", **more) == bits, more
     return bits, TokenDispatcher(**settings_of(5, 3, 24, 12, torch.bfloat16), transport=transport).explain()
 
@@ -406,10 +498,11 @@ def test_ranks_with_other_levels_disagree() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("save", ["buffer", "copy"])
-@pytest.mark.parametrize("in_chunks", [False, True])
-def test_compiled_equals_eager(save: str, in_chunks: bool) -> None:
+@pytest.mark.parametrize("in_chunks, splits", [(False, None), (True, None), (True, "fixed")])
+def test_compiled_equals_eager(save: str, in_chunks: bool, splits: str | None) -> None:
     torch._dynamo.reset()
-    d = virtual([0, 1, 1], in_chunks, two_level=True, save=save, **settings_of(4, 2, 8, 6, torch.float32))
+    settings = settings_of(4, 2, 8, 6, torch.float32, save=save, splits=splits, two_level=True)
+    d = virtual([0, 1, 1], in_chunks, **settings)
     tokens = [tokens_of(r, 2 * r + 1, 2, 4, 8, torch.float32, "holes") for r in range(3)]
 
     def layer(xs: list[torch.Tensor], weights: list[torch.Tensor]) -> list[torch.Tensor]:
