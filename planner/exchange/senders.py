@@ -13,11 +13,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..layouts.index_sets import Span, cells_meeting, elements_in_common, held_box, held_sizes, spans_at
+from ..layouts.index_sets import cells_meeting, elements_in_common, held_box, held_sizes, spans_at
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.nodes import nodes_of
 from ..layouts.placements import Shard
+from ..layouts.spans import Span
 from .intersection import FewPairs, intersect
 from .layout_change import LayoutChange
 from .node_change import NodeChange, node_transfer_table

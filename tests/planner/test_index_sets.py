@@ -12,15 +12,14 @@ from shardweave.planner import Layout, Mesh
 from shardweave.planner.layouts.index_sets import (
     boxes_of_all,
     cells_meeting,
-    common_runs,
     cut,
     held_box,
     held_sizes,
     held_span,
-    held_spans,
 )
 from shardweave.planner.layouts.node_layout import Kind, NodeLayout
 from shardweave.planner.layouts.nodes import RankNodes
+from shardweave.planner.layouts.spans import common_runs, held_spans
 
 pytestmark = pytest.mark.plan
 
