@@ -24,6 +24,7 @@ from .spans import (
     common_runs,
     cut,
     held_spans,
+    shards_meeting,
     spans_in_common,
     spans_of_shards,
 )
@@ -90,6 +91,17 @@ def held_box(
     for d, parts, _ in cut_dims(layout, mesh_shape, coordinate):
         box[d] = held_span(shape[d], parts)
     return tuple(box)
+
+
+def spans_by_dim(
+    shape: Sequence[int], layout: Layout, mesh_shape: tuple[int, ...], coordinate: Coordinate
+) -> list[list[Span]]:
+    """The spans of the shard of the rank at `coordinate`, for each tensor dim."""
+    spans: list[list[Span]] = [[(0, n)] for n in shape]
+    for d, parts, strided in cut_dims(layout, mesh_shape, coordinate):
+        whole = held_spans(shape[d], parts).tolist() if strided else [held_span(shape[d], parts)]
+        spans[d] = [(low, high) for low, high in whole]
+    return spans
 
 
 def elements_in_common(
@@ -222,15 +234,13 @@ def distinct_spans(
     return spans_of_shards(extent, [(mesh_shape[m], split) for m, split in pairs], index), shard
 
 
-def cells_meeting(extent: int, cuts: Cuts, mesh_shape: Sequence[int], wanted: Span) -> np.ndarray:
-    """[n, cuts] the coordinates, in cutting order, of the shards of a tensor dim that may meet the span `wanted`.
-
-    Exact for plain cuts, in time proportional to the result; all coordinates if a cut is strided.
-    """
-    sizes = tuple(mesh_shape[m] for m in mesh_dims_of(cuts))
-    if is_strided(cuts):
-        return np.indices(sizes, dtype=np.int64).reshape(len(sizes), math.prod(sizes)).T
-    return _plain_cells_meeting(extent, sizes, wanted)
+def cells_meeting(extent: int, cuts: Cuts, mesh_shape: Sequence[int], wanted: Sequence[Span]) -> np.ndarray:
+    """[n, cuts] the coordinates, in cutting order, of the shards of a tensor dim that meet one of the ascending spans
+    `wanted`; in time proportional to the spans that they have in common."""
+    pairs = [(mesh_shape[m], split) for m, split in pairs_of(cuts)]
+    if is_strided(cuts) or len(wanted) > 1:
+        return shards_meeting(extent, pairs, np.array(wanted, dtype=np.int64).reshape(-1, 2))
+    return _plain_cells_meeting(extent, tuple([number for number, _ in pairs]), wanted[0] if wanted else (0, 0))
 
 
 @lru_cache(maxsize=4096)

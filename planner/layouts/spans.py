@@ -103,6 +103,49 @@ def _cut_again(spans: Spans, number: int, split: int, part: np.ndarray) -> Spans
     return _merged(Spans(spans.shard[i], low + shift, high + shift))
 
 
+def shards_meeting(extent: int, cuts: Sequence[tuple[int, int]], wanted: np.ndarray) -> np.ndarray:
+    """[n, cuts] the parts of the shards of a tensor dim that meet one of the ascending spans `wanted` [spans, 2].
+
+    After each cut only shards that meet one are cut again, so that no shard is made that does not.
+
+    Args:
+        cuts: as for `spans_of_shards`.
+    """
+    wanted = wanted[wanted[:, 0] < wanted[:, 1]]
+    cells = np.zeros((1 if extent and len(wanted) else 0, 0), dtype=np.int64)
+    spans = spans_of_shards(extent, (), cells)
+    for number, split in cuts:
+        total, local = spans.sizes(len(cells)), spans.local
+        order = np.argsort(spans.start)
+        i, _, low, high = intersections(spans.start[order], spans.stop[order], wanted[:, 0], wanted[:, 1])
+        i = order[i]
+        shard, shift = spans.shard[i], local[i] - spans.start[i]
+        low, high = low + shift, high + shift
+        # The pieces that each intersection runs through, then the parts of each piece.
+        piece = -(-total // split)
+        at, pieces = _ranges(low // piece[shard], (high - 1) // piece[shard])
+        shard, low, high = shard[at], low[at], high[at]
+        begin = pieces * piece[shard]
+        end = np.minimum(begin + piece[shard], total[shard])
+        size = -(-(end - begin) // number)
+        at, part = _ranges((np.maximum(low, begin) - begin) // size, (np.minimum(high, end) - 1 - begin) // size)
+        shard, part = np.divmod(np.unique(shard[at] * number + part), number)
+        cells = np.concatenate([cells[shard], part[:, None]], axis=1)
+        # The spans of each shard, once for each part of it.
+        ends = np.searchsorted(spans.shard, np.arange(len(total) + 1))
+        child, at = _ranges(ends[shard], ends[shard + 1] - 1)
+        spans = _cut_again(Spans(child, spans.start[at], spans.stop[at]), number, split, part)
+    return cells
+
+
+def _ranges(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers from `first` [n] to `last`, both included, one range after the other: the index of the range, and
+    the number."""
+    count = last - first + 1
+    index = np.repeat(np.arange(len(first)), count)
+    return index, np.arange(len(index)) - np.repeat(count.cumsum() - count - first, count)
+
+
 def _merged(spans: Spans) -> Spans:
     """The same with adjacent spans of a shard merged."""
     shard, start, stop = spans
