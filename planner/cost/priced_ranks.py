@@ -10,9 +10,17 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from ..exchange.layout_change import LayoutChange
-from ..layouts.index_sets import lengths_along, overlaps
+from ..layouts.index_sets import (
+    distinct_spans,
+    is_strided,
+    mesh_dims_of,
+    overlaps,
+    overlaps_of_spans,
+    spans_along,
+)
 from ..layouts.layout import Cuts, Layout
 from ..layouts.mesh import Mesh
+from ..layouts.spans import Spans
 from .topology import Topology
 
 PRICED_WHOLE = 128
@@ -164,6 +172,10 @@ def _cached(make: Callable[Concatenate[PricedRanks, P], T]) -> Callable[Concaten
 def common_lengths(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
     """[1, r, p] how many indices of a tensor dim receiver r wants and its peer holds; `cuts`: (wanted, held)."""
     others = None if at.whole or at.one_node else at.peers
+    if any(map(is_strided, cuts)):
+        (wanted, shard), held = (_distinct_spans(at, extent, x) for x in cuts)
+        receivers, shard = np.unique(shard[at.receivers], return_inverse=True)
+        return overlaps_of_spans(wanted.select(receivers), shard, *held, others)[None].astype(float)
     lengths = overlaps(extent, *cuts, at.mesh.shape, at.coordinates[:, at.receivers], at.coordinates, others)
     return lengths[None].astype(float)
 
@@ -171,7 +183,16 @@ def common_lengths(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.
 @lru_cache(maxsize=4096)
 def held_lengths(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
     """[1, q] how many indices of a tensor dim each rank holds."""
-    return lengths_along(extent, cuts, at.mesh.shape, at.coordinates)[None]
+    if is_strided(cuts):
+        spans, shard = _distinct_spans(at, extent, cuts)
+        return spans.sizes(int(shard.max()) + 1)[shard][None]
+    start, stop = spans_along(extent, mesh_dims_of(cuts), at.mesh.shape, at.coordinates)
+    return (stop - start)[None]
+
+
+@lru_cache(maxsize=1024)
+def _distinct_spans(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
+    return distinct_spans(extent, cuts, at.mesh.shape, at.coordinates)
 
 
 class SendShares:

@@ -197,12 +197,9 @@ def overlaps(
         others: [a, n] for each of `a` the indices of some of `b`; the result is [a, n].
     """
     if is_strided(cuts_a) or is_strided(cuts_b):
-        spans_a, shard_a = distinct_spans(extent, cuts_a, mesh_shape, coordinates_a)
-        spans_b, shard_b = distinct_spans(extent, cuts_b, mesh_shape, coordinates_b)
-        common = np.zeros((int(shard_a.max(initial=-1)) + 1, int(shard_b.max(initial=-1)) + 1), dtype=np.int64)
-        i, j, start, stop = spans_in_common(spans_a, spans_b)
-        np.add.at(common, (spans_a.shard[i], spans_b.shard[j]), stop - start)
-        return common[shard_a[:, None], shard_b if others is None else shard_b[others]]
+        a = distinct_spans(extent, cuts_a, mesh_shape, coordinates_a)
+        b = distinct_spans(extent, cuts_b, mesh_shape, coordinates_b)
+        return overlaps_of_spans(*a, *b, others)
     start_a, stop_a = spans_along(extent, mesh_dims_of(cuts_a), mesh_shape, coordinates_a)
     start_b, stop_b = spans_along(extent, mesh_dims_of(cuts_b), mesh_shape, coordinates_b)
     if others is not None:
@@ -211,13 +208,14 @@ def overlaps(
     return np.maximum(common, 0)
 
 
-def lengths_along(extent: int, cuts: Cuts, mesh_shape: Sequence[int], coordinates: np.ndarray) -> np.ndarray:
-    """[n] the number of indices of a tensor dim that the ranks at `coordinates` [mesh dims, n] hold."""
-    if is_strided(cuts):
-        spans, shard = distinct_spans(extent, cuts, mesh_shape, coordinates)
-        return spans.sizes(int(shard.max(initial=-1)) + 1)[shard]
-    start, stop = spans_along(extent, mesh_dims_of(cuts), mesh_shape, coordinates)
-    return stop - start
+def overlaps_of_spans(
+    spans_a: Spans, shard_a: np.ndarray, spans_b: Spans, shard_b: np.ndarray, others: np.ndarray | None = None
+) -> np.ndarray:
+    """`overlaps`, given the spans of distinct shards and the shard of each rank."""
+    common = np.zeros((int(shard_a.max(initial=-1)) + 1, int(shard_b.max(initial=-1)) + 1), dtype=np.int64)
+    i, j, start, stop = spans_in_common(spans_a, spans_b)
+    np.add.at(common, (spans_a.shard[i], spans_b.shard[j]), stop - start)
+    return common[shard_a[:, None], shard_b if others is None else shard_b[others]]
 
 
 def distinct_spans(

@@ -33,6 +33,12 @@ class Spans(NamedTuple):
     start: np.ndarray
     stop: np.ndarray
 
+    def select(self, shards: np.ndarray) -> Spans:
+        """The spans of some shards [n], ascending, which are numbered from 0."""
+        at = np.searchsorted(shards, self.shard)
+        kept = np.append(shards, -1)[at] == self.shard
+        return Spans(at[kept], self.start[kept], self.stop[kept])
+
     @property
     def lengths(self) -> np.ndarray:
         return self.stop - self.start
@@ -98,7 +104,10 @@ def _cut_again(spans: Spans, number: int, split: int, part: np.ndarray) -> Spans
     high = np.minimum(low + size, high)
     kept = low < high
     low, high = (low + before[shard])[kept], (high + before[shard])[kept]
-    i, _, low, high = intersections(ends - lengths, ends, low, high)
+    if len(spans.shard) == len(part):  # one span each, so `shard` is also the index of the span
+        i = shard[kept]
+    else:
+        i, _, low, high = intersections(ends - lengths, ends, low, high)
     shift = spans.start[i] - (ends - lengths)[i]
     return _merged(Spans(spans.shard[i], low + shift, high + shift))
 
