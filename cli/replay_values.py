@@ -21,7 +21,8 @@ import torch
 
 from ..bench.baselines.stock_dtensor import held
 from ..planner import Layout, Partial
-from ..planner.layouts.index_sets import held_spans, parts_of
+from ..planner.layouts.index_sets import parts_of
+from ..planner.layouts.spans import held_spans
 
 _CHUNK = 1 << 18  # elements made at a time
 _CHOICES = ((1, 2, 4, 8), (1, 2), (0, 1))

@@ -27,11 +27,12 @@ from .exchange.senders import communicates
 from .exchange.steps import Exchange, Local, Reduce, Step
 from .exchange.transfer_table import FILL, Row, TransferTable
 from .layouts.dtypes import ITEMSIZE, check_dtype
-from .layouts.index_sets import held_sizes, held_spans, parts_of, spans_at
+from .layouts.index_sets import held_sizes, parts_of, spans_at
 from .layouts.layout import Layout, Orders
 from .layouts.mesh import MOST_RANKS, Mesh, position_of, whole_numbers
 from .layouts.node_layout import NodeLayout
 from .layouts.placements import Partial, Placement, Replicate, Shard, StridedShard
+from .layouts.spans import held_spans
 from .plan import Planner, plan, planner_of, redistribute_cost
 from .program import Program
 from .program_base import format_bytes

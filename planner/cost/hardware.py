@@ -6,7 +6,6 @@ a copy reaches 90% of the nominal memory bandwidth. `python -m shardweave calibr
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -162,7 +161,9 @@ def found_topology(nodes: Sequence[int], machines: Sequence[MachineFigures]) -> 
     Raises:
         ArgumentError: as `MachineFigures.topology`.
     """
-    sizes = Counter(node for node in nodes if node >= 0)
+    by_rank = np.array(nodes, dtype=np.int64)
+    _, index = np.unique(by_rank[by_rank >= 0], return_inverse=True)
+    sizes = np.bincount(index)
     if len(sizes) < 2:
         return None
     measured: dict[tuple[str, str], MachineFigures] = {}
@@ -173,8 +174,8 @@ def found_topology(nodes: Sequence[int], machines: Sequence[MachineFigures]) -> 
     topology, *others = [machine.topology() for machine in used]
     for other in others:
         topology = _slower(topology, other)
-    size = _node_size(nodes)
-    counts = sorted(set(sizes.values()))
+    size = _node_size(by_rank, sizes)
+    counts = np.flatnonzero(np.bincount(sizes)).tolist()
     return replace(
         topology,
         name=f"{len(sizes)} nodes of {' or '.join(map(str, counts))} rank{'s' * (counts != [1])}",
@@ -201,14 +202,17 @@ def _slower_link(a: Link, b: Link) -> Link:
     return Link(latency, min(a.gigabytes_per_s, b.gigabytes_per_s), a.one_sided and b.one_sided, message)
 
 
-def _node_size(nodes: Sequence[int]) -> int | None:
-    """The `node_size` that gives the same nodes; None if there is none."""
-    present = np.array(nodes)
-    ranks = np.flatnonzero(present >= 0)
-    node = present[ranks]
-    changes = np.diff(node) != 0
-    if changes.sum() + 1 != len(np.unique(node)):
+def _node_size(nodes: np.ndarray, sizes: np.ndarray) -> int | None:
+    """The `node_size` that gives the same nodes; None if there is none.
+
+    Args:
+        nodes: as for `found_topology`.
+        sizes: [number of nodes] the number of ranks of each.
+    """
+    ranks = np.flatnonzero(nodes >= 0)
+    changes = np.diff(nodes[ranks]) != 0
+    if changes.sum() + 1 != len(sizes):
         return None  # the ranks of a node are not consecutive
-    largest, second = int(np.bincount(node).max()), int(ranks[1:][changes][0])
+    largest, second = int(sizes.max()), int(ranks[1:][changes][0])
     sizes = (size for size in (largest, second) if ((np.diff(ranks // size) != 0) == changes).all())
     return next(sizes, None)

@@ -10,9 +10,17 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from ..exchange.layout_change import LayoutChange
-from ..layouts.index_sets import overlaps
+from ..layouts.index_sets import (
+    distinct_spans,
+    is_strided,
+    mesh_dims_of,
+    overlaps,
+    overlaps_of_spans,
+    spans_along,
+)
 from ..layouts.layout import Cuts, Layout
 from ..layouts.mesh import Mesh
+from ..layouts.spans import Spans
 from .topology import Topology
 
 PRICED_WHOLE = 128
@@ -33,7 +41,11 @@ class PricedRanks:
         coordinates: [mesh dims, q].
         nodes: [q] the index of the node of each rank.
         members: [nodes, q] whether the rank is on the node.
-        near, own: [r, q] whether the rank is on the receiver's node, whether it is the receiver itself.
+        peers: [r, p] for each receiver the ranks whose common elements with it are computed: all, or on a sampled mesh
+            of several nodes those of its node, the last one repeated.
+        near, own: [r, p] whether the peer is on the receiver's node, whether it is the receiver itself; false where the
+            last peer is repeated.
+        own_at: [r] the index among its peers of the receiver itself.
         whole: whether these are all ranks of the mesh.
         one_node: whether the whole mesh is on one node.
         spans_nodes: for each mesh dim, whether ranks along it are on different nodes.
@@ -57,14 +69,28 @@ class PricedRanks:
         self.positions = all_positions[is_priced]
         self.receivers = np.searchsorted(self.positions, sampled)
         self.nodes = np.unique(nodes[is_priced], return_inverse=True)[1]
-        self.near = self.nodes[self.receivers][:, None] == self.nodes
-        self.own = self.receivers[:, None] == np.arange(len(self.positions))
+        self._set_peers()
         self.coordinates = np.stack(np.unravel_index(self.positions, mesh.shape))
         self.members = np.arange(self.nodes.max() + 1)[:, None] == self.nodes
         self._set_nics(ranks[is_priced], topology)
         table = nodes.reshape(mesh.shape)
         self.spans_nodes = [bool((table != table.take([0], axis=m)).any()) for m in range(mesh.ndim)]
         self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not self.spans_nodes[m]]
+
+    def _set_peers(self) -> None:
+        if self.whole or self.one_node:
+            self.peers = np.broadcast_to(np.arange(len(self.positions)), (len(self.receivers), len(self.positions)))
+            self.near = self.nodes[self.receivers][:, None] == self.nodes
+        else:
+            order = np.argsort(self.nodes, kind="stable")
+            of_node = np.bincount(self.nodes)
+            count = of_node[self.nodes[self.receivers]]
+            index = np.arange(count.max())
+            self.near = index < count[:, None]
+            first = (of_node.cumsum() - of_node)[self.nodes[self.receivers]]
+            self.peers = order[first[:, None] + np.minimum(index, count[:, None] - 1)]
+        self.own = (self.receivers[:, None] == self.peers) & (self.near | self.whole)
+        self.own_at = self.own.argmax(axis=1)
 
     def _set_nics(self, ranks: np.ndarray, topology: Topology) -> None:
         on_node = self.members.sum(axis=1)
@@ -98,12 +124,12 @@ class PricedRanks:
             kind = kind * self.mesh.shape[m] + self.coordinates[m]
         return kind
 
-    def on_nodes(self, kinds: np.ndarray) -> np.ndarray:
-        """[nodes, q] how many ranks of a node are of the kind of rank q, given the kind [q] of each."""
+    def alike_near(self, kinds: np.ndarray) -> np.ndarray:
+        """[r, p] how many ranks of the receiver's node are of the kind of each peer, given the kind [q] of each."""
         distinct, kind = np.unique(kinds, return_inverse=True)
         number = len(distinct)
         counts = np.bincount(self.nodes * number + kind, minlength=len(self.members) * number)
-        return counts.reshape(-1, number)[:, kind].astype(np.float64)
+        return counts[self.nodes[self.receivers][:, None] * number + kind[self.peers]].astype(np.float64)
 
     def first_of_shard(self, layout: Layout) -> np.ndarray:
         """[q] whether the rank is the first of its node that holds its shard."""
@@ -133,7 +159,7 @@ def _terms_on_node(at: PricedRanks, reduced: tuple[int, ...]) -> int:
 
 
 def _cached(make: Callable[Concatenate[PricedRanks, P], T]) -> Callable[Concatenate[PricedRanks, P], T]:
-    """Caches results of the size [r, q]: many that are small, few that are large."""
+    """Caches results of the size [r, p]: many that are small, few that are large."""
     many, few = lru_cache(maxsize=4096)(make), lru_cache(maxsize=256)(make)
 
     def cached(at: PricedRanks, *key: P.args, **_: P.kwargs) -> T:
@@ -144,25 +170,39 @@ def _cached(make: Callable[Concatenate[PricedRanks, P], T]) -> Callable[Concaten
 
 @_cached
 def common_lengths(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
-    """[1, r, q] how many indices of a tensor dim receiver r wants and rank q holds; `cuts`: (wanted, held)."""
-    lengths = overlaps(extent, *cuts, at.mesh.shape, at.coordinates[:, at.receivers], at.coordinates)
+    """[1, r, p] how many indices of a tensor dim receiver r wants and its peer holds; `cuts`: (wanted, held)."""
+    others = None if at.whole or at.one_node else at.peers
+    if any(map(is_strided, cuts)):
+        (wanted, shard), held = (_distinct_spans(at, extent, x) for x in cuts)
+        receivers, shard = np.unique(shard[at.receivers], return_inverse=True)
+        return overlaps_of_spans(wanted.select(receivers), shard, *held, others)[None].astype(float)
+    lengths = overlaps(extent, *cuts, at.mesh.shape, at.coordinates[:, at.receivers], at.coordinates, others)
     return lengths[None].astype(float)
 
 
 @lru_cache(maxsize=4096)
 def held_lengths(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
     """[1, q] how many indices of a tensor dim each rank holds."""
-    return overlaps(extent, cuts, (), at.mesh.shape, at.coordinates, at.coordinates[:, :1]).T
+    if is_strided(cuts):
+        spans, shard = _distinct_spans(at, extent, cuts)
+        return spans.sizes(int(shard.max()) + 1)[shard][None]
+    start, stop = spans_along(extent, mesh_dims_of(cuts), at.mesh.shape, at.coordinates)
+    return (stop - start)[None]
+
+
+@lru_cache(maxsize=1024)
+def _distinct_spans(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
+    return distinct_spans(extent, cuts, at.mesh.shape, at.coordinates)
 
 
 class SendShares:
-    """The share of the common elements of rank q and receiver r that q sends to r.
+    """The share of the common elements of a receiver and its peer that the peer sends.
 
     A receiver takes what it holds from itself, otherwise from the holders on its node in equal shares, otherwise from
     all holders in equal shares.
 
     Attributes:
-        near, far: [1, r, q] the shares of ranks on the receiver's node, itself included, and of ranks on other nodes.
+        near, far: [1, r, p] the shares of ranks on the receiver's node, itself included, and of ranks on other nodes.
         keeps: [1, r] 0 for receivers that hold zero because a value becomes a partial sum elsewhere, otherwise 1.
     """
 
@@ -176,13 +216,13 @@ class SendShares:
     ) -> None:
         mesh = at.mesh
         kinds = at.kinds(m for m in range(mesh.ndim) if m not in replicas)
-        alike = kinds[at.receivers][:, None] == kinds
-        near = at.on_nodes(kinds)[at.nodes[at.receivers]]
+        alike = kinds[at.receivers][:, None] == kinds[at.peers]
+        near = at.alike_near(kinds)
         far = 1 / math.prod(mesh.shape[m] for m in replicas)
         shares = np.where(alike, at.own, np.where(near > 0, at.near / np.maximum(near, 1), far))
         kinds = at.kinds(m for m in range(mesh.ndim) if m not in closure or m in shards_split)
         keeps = (at.coordinates[list(keepers)].sum(axis=0) == 0)[at.receivers]
-        shares = shares * (kinds[at.receivers][:, None] == kinds) * keeps[:, None]
+        shares = shares * (kinds[at.receivers][:, None] == kinds[at.peers]) * keeps[:, None]
         self.near, self.far = (shares * at.near)[None], (shares * ~at.near)[None]
         self.keeps = keeps[None].astype(float)
 

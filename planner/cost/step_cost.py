@@ -21,7 +21,7 @@ from .topology import Topology
 
 K = TypeVar("K", bound=Hashable)
 
-_MAX_AT_ONCE = 1 << 16  # entries of a [changes, receivers, holders] table, so that it stays in the core's cache
+_MAX_AT_ONCE = 1 << 16  # entries of a [changes, receivers, peers] table, so that it stays in the core's cache
 
 
 class StepPrice(NamedTuple):
@@ -72,7 +72,7 @@ def shard_elements(at: PricedRanks, shape: Sequence[int], layouts: Sequence[Layo
 
 
 def _common_elements(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange]) -> np.ndarray:
-    """[k, r, q] the elements that receiver r wants and rank q holds."""
+    """[k, r, p] the elements that receiver r wants and its peer holds."""
     elements = np.ones((len(changes), *at.near.shape))
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
     for d, extent in enumerate(shape):
@@ -113,13 +113,14 @@ def _prices(
     shares = [send_shares(at, change) for change in changes]
     near_shares = np.concatenate([x.near for x in shares])
     near = common * near_shares
-    own = near[:, np.arange(len(at.receivers)), at.receivers] * size
+    itself = np.arange(len(at.receivers)), at.own_at
+    own = near[:, *itself] * size
     near_in = near.sum(axis=2) * size - own
     near_out = near.sum(axis=1) * size - own if at.whole else near_in
     far_in = far_out = near_peers = far_peers = np.zeros_like(own)
     if node.message_us:
         peers = (common > 0) * near_shares
-        near_peers = peers.sum(axis=2) - peers[:, np.arange(len(at.receivers)), at.receivers]
+        near_peers = peers.sum(axis=2) - peers[:, *itself]
     if at.whole and not at.one_node:
         far_shares = np.concatenate([x.far for x in shares])
         far = common * far_shares
@@ -173,7 +174,7 @@ def _lower_bound_us(
     it; these bytes are averaged over the ranks.
 
     Args:
-        common: [k, r, q] bytes that receiver r wants and rank q holds.
+        common: [k, r, p] bytes that receiver r wants and its peer holds.
         wanted: [k, r] bytes of the target shards.
         own: [k, r] bytes of the target shards that the receiver already holds.
     """

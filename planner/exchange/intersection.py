@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..layouts.index_sets import MeshParts, common_runs, mesh_dims_of, parts_of, spans_at
+from ..layouts.index_sets import distinct_spans, parts_of, spans_at
 from ..layouts.layout import Cuts, Layout
+from ..layouts.spans import MeshParts, runs_in_common
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,21 +148,12 @@ def _runs_of_pairs(
     wanted_mesh: Sequence[int], receivers: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """The runs of each pair along one tensor dim [n, 6] (`common_runs`), and the index of the pair of each run [n]."""
-    held_dims, wanted_dims = mesh_dims_of(held), mesh_dims_of(wanted)
-    # Many pairs have the same coordinates along the mesh dims that cut this tensor dim.
-    distinct, kind = np.unique(
-        np.concatenate([holders[:, held_dims], receivers[:, wanted_dims]], axis=1), axis=0, return_inverse=True
-    )
-    tables = []
-    for row in distinct.tolist():
-        holder = dict(zip(held_dims, row, strict=False))
-        receiver = dict(zip(wanted_dims, row[len(held_dims) :], strict=True))
-        tables.append(common_runs(extent, parts_of(held, held_mesh, holder), parts_of(wanted, wanted_mesh, receiver)))
-    kind = kind.reshape(-1)
-    sizes = np.array([len(table) for table in tables], dtype=np.int64)
-    first = sizes.cumsum() - sizes
-    count = sizes[kind] if len(tables) else np.zeros(0, dtype=np.int64)
-    index = np.repeat(np.arange(len(kind)), count)
-    row_of = np.arange(len(index)) - np.repeat(count.cumsum() - count - first[kind] if len(tables) else count, count)
-    rows = np.concatenate(tables) if tables else np.zeros((0, 6), dtype=np.int64)
-    return rows[row_of], index
+    held_spans, holder = distinct_spans(extent, held, held_mesh, holders.T)
+    wanted_spans, receiver = distinct_spans(extent, wanted, wanted_mesh, receivers.T)
+    of_holder, of_receiver, runs = runs_in_common(held_spans, wanted_spans)
+    number = int(receiver.max(initial=-1)) + 1
+    keys, wanted_keys = of_holder * number + of_receiver, holder * number + receiver
+    first = np.searchsorted(keys, wanted_keys)
+    count = np.searchsorted(keys, wanted_keys, side="right") - first
+    index = np.repeat(np.arange(len(holders)), count)
+    return runs[np.arange(len(index)) - np.repeat(count.cumsum() - count - first, count)], index

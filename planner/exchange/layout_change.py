@@ -112,5 +112,5 @@ class LayoutChange:
     def group_size(self) -> int:
         """The number of ranks that may exchange with each other."""
         if self.closure is None:
-            return union_mesh(self.source_mesh, self.target_mesh).size
+            return self.positions.size
         return math.prod([self.source_mesh.shape[m] for m in self.closure])

@@ -13,11 +13,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..layouts.index_sets import Span, cells_meeting, elements_in_common, held_box, held_sizes, spans_at
+from ..layouts.index_sets import cells_meeting, elements_in_common, held_sizes, spans_at, spans_by_dim
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.nodes import nodes_of
 from ..layouts.placements import Shard
+from ..layouts.spans import Span
 from .intersection import FewPairs, intersect
 from .layout_change import LayoutChange
 from .node_change import NodeChange, node_transfer_table
@@ -130,10 +131,10 @@ def _pairs_to(change: LayoutChange, rank: int, shape: tuple[int, ...] | None = N
     at = mesh.coordinate_of(rank, change.positions)
     if at is None:
         return _no_pairs(change)
-    box = None if shape is None else held_box(shape, change.target, mesh.shape, at)
+    held = None if shape is None else spans_by_dim(shape, change.target, mesh.shape, at)
     me = np.array([at], dtype=np.int64)
     start = _on_other_mesh(change, me, change.source_mesh)
-    holders = _coordinates_meeting(change.source_mesh, change.source, change.source_dims, start, shape, box)
+    holders = _coordinates_meeting(change.source_mesh, change.source, change.source_dims, start, shape, held)
     return me.repeat(len(holders), axis=0), holders
 
 
@@ -144,11 +145,11 @@ def _pairs_from(change: LayoutChange, rank: int, shape: tuple[int, ...] | None =
     at = mesh.coordinate_of(rank, change.positions)
     if at is None:
         return _no_pairs(change)
-    box = None if shape is None else held_box(shape, change.source, mesh.shape, at)
+    held = None if shape is None else spans_by_dim(shape, change.source, mesh.shape, at)
     me = np.array([at], dtype=np.int64)
     start = _on_other_mesh(change, me, change.target_mesh)
     free = [m for m in change.target_dims if not isinstance(change.target.placements[m], Shard)]
-    receivers = _coordinates_meeting(change.target_mesh, change.target, change.target_dims, start, shape, box, free)
+    receivers = _coordinates_meeting(change.target_mesh, change.target, change.target_dims, start, shape, held, free)
     holders, cut = _on_other_mesh(change, receivers, mesh), _cut(change.source, change.source_dims)
     holders[:, cut] = me[:, cut]
     may_send = _may_send(change, me, receivers, holders)
@@ -202,24 +203,24 @@ def _coordinates_meeting(
     mesh_dims: Sequence[int],
     start: np.ndarray,
     shape: tuple[int, ...] | None,
-    box: Sequence[Span] | None,
+    held: Sequence[Sequence[Span]] | None,
     free: Sequence[int] = (),
 ) -> np.ndarray:
-    """[n, mesh dims] coordinates on `mesh` whose shards under `layout` meet a box of a tensor.
+    """[n, mesh dims] coordinates on `mesh` whose shards under `layout` meet another shard.
 
     Mesh dims that do not shard have the coordinate of `start` [1, mesh dims]; the mesh dims `free` have every
     coordinate.
 
     Args:
         mesh_dims: the mesh dims along which ranks exchange.
-        shape, box: the global shape, and the span of the box along each tensor dim. None: for a tensor of any shape.
+        shape, held: the global shape, and the spans of the shard along each tensor dim. None: for a tensor of any shape.
     """
-    if shape is None or box is None:
+    if shape is None or held is None:
         cut = _cut(layout, mesh_dims)
         cells = grid([mesh.shape[m] for m in cut])
     else:
         cut = [m for _, order in layout.orders for m in order]
-        by_dim = [cells_meeting(n, layout.cuts(d), mesh.shape, box[d]) for d, n in enumerate(shape)]
+        by_dim = [cells_meeting(n, layout.cuts(d), mesh.shape, held[d]) for d, n in enumerate(shape)]
         index = grid([len(of_dim) for of_dim in by_dim])
         cells = np.concatenate([index[:, :0], *(of_dim[index[:, d]] for d, of_dim in enumerate(by_dim))], axis=1)
     index = grid([len(cells), *(mesh.shape[m] for m in free)])

@@ -16,22 +16,18 @@ import numpy as np
 from .layout import Cuts, Layout, pairs_of
 from .mesh import Coordinate, Mesh
 from .node_layout import NodeLayout
-
-Span = tuple[int, int]  # start, stop
-MeshParts = tuple[tuple[int, int, int], ...]
-"""The cuts of a tensor dim for one rank: (number of parts, split factor, index of the rank's part) of each cut."""
-Parts = tuple[tuple[int, int, int | range], ...]
-"""The same, of which a rank may have a range of parts, that are as equal as can be."""
-
-
-def cut(span: Span, parts: int, index: int | range) -> Span:
-    """Part `index` of a span cut into `parts`: of length ceil(length / parts), the last ones shorter or empty."""
-    start, stop = span
-    if isinstance(index, range):
-        return tuple(start + (stop - start) * i // parts for i in (index.start, index.stop))  # type: ignore[return-value]
-    size = -(-(stop - start) // parts)
-    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
-
+from .spans import (
+    MeshParts,
+    Parts,
+    Span,
+    Spans,
+    common_runs,
+    cut,
+    held_spans,
+    shards_meeting,
+    spans_in_common,
+    spans_of_shards,
+)
 
 def parts_of(cuts: Cuts, mesh_shape: Sequence[int], coordinate: Mapping[int, int] | Coordinate) -> MeshParts:
     """The cuts of a tensor dim for the rank at `coordinate`."""
@@ -57,84 +53,6 @@ def held_span(extent: int, parts: Parts) -> Span:
     for number, _, index in parts:
         span = cut(span, number, index)
     return span
-
-
-@lru_cache(maxsize=8192)
-def held_spans(extent: int, parts: Parts) -> np.ndarray:
-    """[n, 2] the ascending spans, with gaps between them, that a rank holds of a tensor dim of `extent`."""
-    held = _not_empty(np.array([[0, extent]], dtype=np.int64))
-    for number, split, index in parts:
-        lengths = held[:, 1] - held[:, 0]
-        total = int(lengths.sum())
-        piece = -(-total // split)
-        starts = np.minimum(np.arange(min(split, total)) * piece, total)
-        stops = np.minimum(starts + piece, total)
-        size = -(-(stops - starts) // number)
-        low = np.minimum(starts + index * size, stops)
-        wanted = _not_empty(np.stack([low, np.minimum(low + size, stops)], axis=1))
-        first = lengths.cumsum() - lengths  # local index of the start of each span
-        i, j, low, high = _intersections(np.stack([first, first + lengths], axis=1), wanted)
-        shift = held[i, 0] - first[i]
-        held = _merged(np.stack([low + shift, high + shift], axis=1))
-    return held
-
-
-def _not_empty(spans: np.ndarray) -> np.ndarray:
-    return spans[spans[:, 0] < spans[:, 1]]
-
-
-def _merged(spans: np.ndarray) -> np.ndarray:
-    """Ascending spans with adjacent ones merged."""
-    begins = np.ones(len(spans), dtype=bool)
-    begins[1:] = spans[1:, 0] != spans[:-1, 1]
-    ends = np.roll(begins, -1)
-    return np.stack([spans[begins, 0], spans[ends, 1]], axis=1)
-
-
-def _intersections(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The intersections of ascending, non-empty spans of `a` and `b`: index in `a`, index in `b`, start, stop."""
-    first = np.searchsorted(b[:, 1], a[:, 0], side="right")
-    count = np.maximum(np.searchsorted(b[:, 0], a[:, 1], side="left") - first, 0)
-    i = np.repeat(np.arange(len(a)), count)
-    j = np.arange(count.sum()) - np.repeat(count.cumsum() - count - first, count)
-    return i, j, np.maximum(a[i, 0], b[j, 0]), np.minimum(a[i, 1], b[j, 1])
-
-
-@lru_cache(maxsize=8192)
-def common_runs(extent: int, held: Parts, wanted: Parts) -> np.ndarray:
-    """[n, 6] int64: the indices that a holder and a receiver have in common along a tensor dim of `extent`, as runs.
-
-    A run is a number of equally spaced spans of equal length: (start in the holder's shard, start in the receiver's
-    shard, count, length, step in the holder's shard, step in the receiver's shard).
-    """
-    a, b = held_spans(extent, held), held_spans(extent, wanted)
-    i, j, low, high = _intersections(a, b)
-    starts = []
-    for spans, index in ((a, i), (b, j)):
-        lengths = spans[:, 1] - spans[:, 0]
-        starts.append(low + (lengths.cumsum() - lengths - spans[:, 0])[index])
-    source, target, length = starts[0], starts[1], high - low
-    # Merge spans that are adjacent in both shards.
-    begins = np.ones(len(low), dtype=bool)
-    begins[1:] = (np.diff(source) != length[:-1]) | (np.diff(target) != length[:-1])
-    first_of = np.flatnonzero(begins)
-    length = np.add.reduceat(length, first_of) if len(first_of) else length
-    source, target = source[first_of], target[first_of]
-    steps = np.stack([np.diff(source), np.diff(target)], axis=1)
-    same = length[1:] == length[:-1]
-    runs, first = [], 0
-    # A run continues as long as lengths and steps stay the same.
-    continues = same[1:] & same[:-1] & (steps[1:] == steps[:-1]).all(axis=1) if len(steps) else np.zeros(0, dtype=bool)
-    breaks = np.flatnonzero(~continues) + 2
-    while first < len(length):
-        last = first + 1
-        if first < len(same) and same[first]:
-            at = np.searchsorted(breaks, first + 2)
-            last = int(breaks[at]) if at < len(breaks) else len(length)
-        step = steps[first] if last > first + 1 else (1, 1)
-        runs.append((source[first], target[first], last - first, length[first], *step))
-        first = last
-    return np.array(runs, dtype=np.int64).reshape(len(runs), 6)
 
 
 @lru_cache(maxsize=8192)
@@ -173,6 +91,17 @@ def held_box(
     for d, parts, _ in cut_dims(layout, mesh_shape, coordinate):
         box[d] = held_span(shape[d], parts)
     return tuple(box)
+
+
+def spans_by_dim(
+    shape: Sequence[int], layout: Layout, mesh_shape: tuple[int, ...], coordinate: Coordinate
+) -> list[list[Span]]:
+    """The spans of the shard of the rank at `coordinate`, for each tensor dim."""
+    spans: list[list[Span]] = [[(0, n)] for n in shape]
+    for d, parts, strided in cut_dims(layout, mesh_shape, coordinate):
+        whole = held_spans(shape[d], parts).tolist() if strided else [held_span(shape[d], parts)]
+        spans[d] = [(low, high) for low, high in whole]
+    return spans
 
 
 def elements_in_common(
@@ -256,6 +185,7 @@ def overlaps(
     mesh_shape: Sequence[int],
     coordinates_a: np.ndarray,
     coordinates_b: np.ndarray,
+    others: np.ndarray | None = None,
 ) -> np.ndarray:
     """[a, b] the number of indices of a tensor dim of `extent` that two ranks have in common.
 
@@ -264,51 +194,51 @@ def overlaps(
     Args:
         cuts_a, cuts_b: the cuts of the tensor dim in the two layouts.
         coordinates_a, coordinates_b: [mesh dims, a] and [mesh dims, b].
+        others: [a, n] for each of `a` the indices of some of `b`; the result is [a, n].
     """
     if is_strided(cuts_a) or is_strided(cuts_b):
-        spans_a, index_a = _distinct_spans(extent, cuts_a, mesh_shape, coordinates_a)
-        spans_b, index_b = _distinct_spans(extent, cuts_b, mesh_shape, coordinates_b)
-        return _common_lengths(spans_a, spans_b)[index_a[:, None], index_b]
+        a = distinct_spans(extent, cuts_a, mesh_shape, coordinates_a)
+        b = distinct_spans(extent, cuts_b, mesh_shape, coordinates_b)
+        return overlaps_of_spans(*a, *b, others)
     start_a, stop_a = spans_along(extent, mesh_dims_of(cuts_a), mesh_shape, coordinates_a)
     start_b, stop_b = spans_along(extent, mesh_dims_of(cuts_b), mesh_shape, coordinates_b)
+    if others is not None:
+        start_b, stop_b = start_b[others], stop_b[others]
     common = np.minimum(stop_a[:, None], stop_b) - np.maximum(start_a[:, None], start_b)
     return np.maximum(common, 0)
 
 
-def _distinct_spans(
+def overlaps_of_spans(
+    spans_a: Spans, shard_a: np.ndarray, spans_b: Spans, shard_b: np.ndarray, others: np.ndarray | None = None
+) -> np.ndarray:
+    """`overlaps`, given the spans of distinct shards and the shard of each rank."""
+    common = np.zeros((int(shard_a.max(initial=-1)) + 1, int(shard_b.max(initial=-1)) + 1), dtype=np.int64)
+    i, j, start, stop = spans_in_common(spans_a, spans_b)
+    np.add.at(common, (spans_a.shard[i], spans_b.shard[j]), stop - start)
+    return common[shard_a[:, None], shard_b if others is None else shard_b[others]]
+
+
+def distinct_spans(
     extent: int, cuts: Cuts, mesh_shape: Sequence[int], coordinates: np.ndarray
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """The spans of each distinct shard along a tensor dim, and the index of the shard of each rank at `coordinates`."""
-    mesh_dims = mesh_dims_of(cuts)
-    distinct, index = np.unique(coordinates[list(mesh_dims)], axis=1, return_inverse=True)
-    by_mesh_dim = (dict(zip(mesh_dims, column, strict=True)) for column in distinct.T.tolist())
-    return [held_spans(extent, parts_of(cuts, mesh_shape, at)) for at in by_mesh_dim], index.reshape(-1)
+) -> tuple[Spans, np.ndarray]:
+    """The spans of the distinct shards along a tensor dim, and the index of the shard of each rank at `coordinates`
+    [mesh dims, n]."""
+    pairs = pairs_of(cuts)
+    key = np.zeros(coordinates.shape[1], dtype=np.int64)
+    for m, _ in pairs:
+        key = key * mesh_shape[m] + coordinates[m]
+    _, first, shard = np.unique(key, return_index=True, return_inverse=True)
+    index = coordinates[[m for m, _ in pairs]][:, first].T
+    return spans_of_shards(extent, [(mesh_shape[m], split) for m, split in pairs], index), shard
 
 
-def _common_lengths(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> np.ndarray:
-    """[a, b] the number of indices that each of `a` and each of `b` have in common."""
-    # All bounds cut the dim into pieces that each set of spans holds whole or not at all.
-    bounds = np.unique(np.concatenate([spans.reshape(-1) for spans in (*a, *b)]))
-    starts, lengths = bounds[:-1], np.diff(bounds)
-
-    def holds(spans: np.ndarray) -> np.ndarray:
-        if not len(spans):
-            return np.zeros(len(starts), dtype=bool)
-        last = np.searchsorted(spans[:, 0], starts, side="right") - 1
-        return (last >= 0) & (starts < spans[last, 1])
-
-    return (np.array([holds(spans) for spans in a]) * lengths) @ np.array([holds(spans) for spans in b]).T
-
-
-def cells_meeting(extent: int, cuts: Cuts, mesh_shape: Sequence[int], wanted: Span) -> np.ndarray:
-    """[n, cuts] the coordinates, in cutting order, of the shards of a tensor dim that may meet the span `wanted`.
-
-    Exact for plain cuts, in time proportional to the result; all coordinates if a cut is strided.
-    """
-    sizes = tuple(mesh_shape[m] for m in mesh_dims_of(cuts))
-    if is_strided(cuts):
-        return np.indices(sizes, dtype=np.int64).reshape(len(sizes), math.prod(sizes)).T
-    return _plain_cells_meeting(extent, sizes, wanted)
+def cells_meeting(extent: int, cuts: Cuts, mesh_shape: Sequence[int], wanted: Sequence[Span]) -> np.ndarray:
+    """[n, cuts] the coordinates, in cutting order, of the shards of a tensor dim that meet one of the ascending spans
+    `wanted`; in time proportional to the spans that they have in common."""
+    pairs = [(mesh_shape[m], split) for m, split in pairs_of(cuts)]
+    if is_strided(cuts) or len(wanted) > 1:
+        return shards_meeting(extent, pairs, np.array(wanted, dtype=np.int64).reshape(-1, 2))
+    return _plain_cells_meeting(extent, tuple([number for number, _ in pairs]), wanted[0] if wanted else (0, 0))
 
 
 @lru_cache(maxsize=4096)

@@ -447,14 +447,19 @@ def _by_node(mesh: Mesh, nodes: Nodes) -> tuple[np.ndarray, np.ndarray]:
     return node[positions], positions
 
 
+@lru_cache(maxsize=256)
 def union_mesh(source_mesh: Mesh, target_mesh: Mesh) -> Mesh:
     """The ranks of both meshes: the source mesh if both are the same, otherwise one mesh dim of the ranks of the source
     mesh in their order, then those that are in the target mesh only."""
     if source_mesh.same_ranks(target_mesh):
         return source_mesh
     source_ranks = source_mesh.rank_array
-    target_only = target_mesh.rank_array[~np.isin(target_mesh.rank_array, source_ranks)]
+    target_only = target_mesh.rank_array[source_mesh.positions_of(target_mesh.rank_array) < 0]
     size = len(source_ranks) + len(target_only)
+    if not len(target_only) and source_mesh.table is None:
+        flat = source_mesh._derived([[pair for pairs in source_mesh.dims for pair in pairs]], ("ranks",))
+        if len(flat.dims[0]) == 1:
+            return flat
     return Mesh((size,), ("ranks",), np.concatenate([source_ranks, target_only]).tolist())
 
 

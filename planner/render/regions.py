@@ -15,9 +15,10 @@ import numpy as np
 from ...errors import ArgumentError
 from ..exchange.steps import Step
 from ..exchange.transfer_table import FILL, TransferTable
-from ..layouts.index_sets import cut_dims, held_spans
+from ..layouts.index_sets import cut_dims
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
+from ..layouts.spans import held_spans
 from ..program_base import ProgramBase
 
 Run = tuple[int, int]  # start, stop

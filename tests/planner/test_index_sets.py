@@ -12,15 +12,14 @@ from shardweave.planner import Layout, Mesh
 from shardweave.planner.layouts.index_sets import (
     boxes_of_all,
     cells_meeting,
-    common_runs,
     cut,
     held_box,
     held_sizes,
     held_span,
-    held_spans,
 )
 from shardweave.planner.layouts.node_layout import Kind, NodeLayout
 from shardweave.planner.layouts.nodes import RankNodes
+from shardweave.planner.layouts.spans import common_runs, held_spans
 
 pytestmark = pytest.mark.plan
 
@@ -75,7 +74,7 @@ def test_cells_meeting_exact_for_plain_cuts(extent: int, sizes: tuple[int, ...],
         start, stop = held_span(extent, tuple((n, 1, c) for n, c in zip(sizes, coordinate, strict=True)))
         if max(start, low) < min(stop, high):
             expected.append(list(coordinate))
-    assert cells_meeting(extent, cuts, sizes, (low, high)).tolist() == expected
+    assert cells_meeting(extent, cuts, sizes, [(low, high)]).tolist() == expected
 
 
 parts = st.lists(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, 6), st.integers(0, n - 1))))

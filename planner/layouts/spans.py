@@ -1,0 +1,253 @@
+"""The spans that shards hold along one tensor dim, strided ones included, for many shards at once.
+
+Strided shards of large meshes are planned in a fixed number of array operations, however many shards there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+Span = tuple[int, int]  # start, stop
+MeshParts = tuple[tuple[int, int, int], ...]
+"""The cuts of a tensor dim for one rank: (number of parts, split factor, index of the rank's part) of each cut."""
+Parts = tuple[tuple[int, int, int | range], ...]
+"""The same, of which a rank may have a range of parts, that are as equal as can be."""
+
+_MOST_INDICES = 1 << 61  # of all shards of a batch together, so that their sums fit in an int64
+_MOST_PIECES = 1 << 20  # of all shards of a batch together
+
+
+class Spans(NamedTuple):
+    """Non-empty spans of shards, the shards one after the other and the spans of each ascending.
+
+    Attributes:
+        shard: [n] the index of the shard.
+        start, stop: [n] indices of the tensor dim.
+    """
+
+    shard: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    def select(self, shards: np.ndarray) -> Spans:
+        """The spans of some shards [n], ascending, which are numbered from 0."""
+        at = np.searchsorted(shards, self.shard)
+        kept = np.append(shards, -1)[at] == self.shard
+        return Spans(at[kept], self.start[kept], self.stop[kept])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.stop - self.start
+
+    @property
+    def local(self) -> np.ndarray:
+        """[n] the index in its shard at which each span begins."""
+        lengths = self.lengths
+        before = lengths.cumsum() - lengths
+        return before - before[np.searchsorted(self.shard, self.shard)] if len(before) else before
+
+    def sizes(self, shards: int) -> np.ndarray:
+        """[shards] the number of indices that each shard holds."""
+        total = np.concatenate([[0], self.lengths.cumsum()])
+        ends = np.searchsorted(self.shard, np.arange(shards + 1))
+        return total[ends[1:]] - total[ends[:-1]]
+
+
+def cut(span: Span, parts: int, index: int | range) -> Span:
+    """Part `index` of a span cut into `parts`: of length ceil(length / parts), the last ones shorter or empty."""
+    start, stop = span
+    if isinstance(index, range):
+        return tuple(start + (stop - start) * i // parts for i in (index.start, index.stop))  # type: ignore[return-value]
+    size = -(-(stop - start) // parts)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
+
+
+def spans_of_shards(extent: int, cuts: Sequence[tuple[int, int]], index: np.ndarray) -> Spans:
+    """The spans of several shards of a tensor dim of `extent`.
+
+    Args:
+        cuts: (number of parts, split factor) of each cut, the first one first.
+        index: [shards, cuts] the part that each shard has of each cut.
+    """
+    shards = len(index)
+    pieces = min(extent, sum(split for _, split in cuts) + 1)
+    at_once = max(1, min(_MOST_INDICES // max(extent, 1), _MOST_PIECES // max(pieces, 1)))
+    if shards > at_once:
+        batches = range(0, shards, at_once)
+        found = [spans_of_shards(extent, cuts, index[first : first + at_once]) for first in batches]
+        moved = [(spans.shard + first, spans.start, spans.stop) for first, spans in zip(batches, found, strict=True)]
+        return Spans(*map(np.concatenate, zip(*moved, strict=True)))
+    shard = np.arange(shards if extent else 0)
+    spans = Spans(shard, np.zeros_like(shard), np.full_like(shard, extent))
+    for (number, split), part in zip(cuts, index.T, strict=True):
+        spans = _cut_again(spans, number, split, part)
+    return spans
+
+
+def _cut_again(spans: Spans, number: int, split: int, part: np.ndarray) -> Spans:
+    """Part `part` [shards] of each shard: of each of the `split` pieces into which it is cut, one of `number` parts."""
+    lengths = spans.lengths
+    ends = lengths.cumsum()  # places in all shards, laid end to end
+    total = spans.sizes(len(part))
+    before = total.cumsum() - total
+    piece = -(-total // split)
+    count = np.minimum(split, total)
+    shard = np.repeat(np.arange(len(part)), count)
+    low = np.minimum((np.arange(len(shard)) - (count.cumsum() - count)[shard]) * piece[shard], total[shard])
+    high = np.minimum(low + piece[shard], total[shard])
+    size = -(-(high - low) // number)
+    low = np.minimum(low + part[shard] * size, high)
+    high = np.minimum(low + size, high)
+    kept = low < high
+    low, high = (low + before[shard])[kept], (high + before[shard])[kept]
+    if len(spans.shard) == len(part):  # one span each, so `shard` is also the index of the span
+        i = shard[kept]
+    else:
+        i, _, low, high = intersections(ends - lengths, ends, low, high)
+    shift = spans.start[i] - (ends - lengths)[i]
+    return _merged(Spans(spans.shard[i], low + shift, high + shift))
+
+
+def shards_meeting(extent: int, cuts: Sequence[tuple[int, int]], wanted: np.ndarray) -> np.ndarray:
+    """[n, cuts] the parts of the shards of a tensor dim that meet one of the ascending spans `wanted` [spans, 2].
+
+    After each cut only shards that meet one are cut again, so that no shard is made that does not.
+
+    Args:
+        cuts: as for `spans_of_shards`.
+    """
+    wanted = wanted[wanted[:, 0] < wanted[:, 1]]
+    cells = np.zeros((1 if extent and len(wanted) else 0, 0), dtype=np.int64)
+    spans = spans_of_shards(extent, (), cells)
+    for number, split in cuts:
+        total, local = spans.sizes(len(cells)), spans.local
+        order = np.argsort(spans.start)
+        i, _, low, high = intersections(spans.start[order], spans.stop[order], wanted[:, 0], wanted[:, 1])
+        i = order[i]
+        shard, shift = spans.shard[i], local[i] - spans.start[i]
+        low, high = low + shift, high + shift
+        # The pieces that each intersection runs through, then the parts of each piece.
+        piece = -(-total // split)
+        at, pieces = _ranges(low // piece[shard], (high - 1) // piece[shard])
+        shard, low, high = shard[at], low[at], high[at]
+        begin = pieces * piece[shard]
+        end = np.minimum(begin + piece[shard], total[shard])
+        size = -(-(end - begin) // number)
+        at, part = _ranges((np.maximum(low, begin) - begin) // size, (np.minimum(high, end) - 1 - begin) // size)
+        shard, part = np.divmod(np.unique(shard[at] * number + part), number)
+        cells = np.concatenate([cells[shard], part[:, None]], axis=1)
+        # The spans of each shard, once for each part of it.
+        ends = np.searchsorted(spans.shard, np.arange(len(total) + 1))
+        child, at = _ranges(ends[shard], ends[shard + 1] - 1)
+        spans = _cut_again(Spans(child, spans.start[at], spans.stop[at]), number, split, part)
+    return cells
+
+
+def _ranges(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers from `first` [n] to `last`, both included, one range after the other: the index of the range, and
+    the number."""
+    count = last - first + 1
+    index = np.repeat(np.arange(len(first)), count)
+    return index, np.arange(len(index)) - np.repeat(count.cumsum() - count - first, count)
+
+
+def _merged(spans: Spans) -> Spans:
+    """The same with adjacent spans of a shard merged."""
+    shard, start, stop = spans
+    begins = np.ones(len(shard), dtype=bool)
+    begins[1:] = (start[1:] != stop[:-1]) | (shard[1:] != shard[:-1])
+    if begins.all():
+        return spans
+    ends = np.roll(begins, -1)
+    return Spans(shard[begins], start[begins], stop[ends])
+
+
+def intersections(
+    a_start: np.ndarray, a_stop: np.ndarray, b_start: np.ndarray, b_stop: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The intersections of ascending, disjoint, non-empty spans `a` and `b`: index in `a`, in `b`, start, stop."""
+    first = np.searchsorted(b_stop, a_start, side="right")
+    count = np.maximum(np.searchsorted(b_start, a_stop, side="left") - first, 0)
+    i = np.repeat(np.arange(len(a_start)), count)
+    j = np.arange(len(i)) - np.repeat(count.cumsum() - count - first, count)
+    return i, j, np.maximum(a_start[i], b_start[j]), np.minimum(a_stop[i], b_stop[j])
+
+
+def spans_in_common(a: Spans, b: Spans) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The intersections of the spans of disjoint shards `a` with those of disjoint shards `b`, ascending: index in `a`,
+    index in `b`, start, stop."""
+    order_a, order_b = np.argsort(a.start), np.argsort(b.start)
+    i, j, start, stop = intersections(a.start[order_a], a.stop[order_a], b.start[order_b], b.stop[order_b])
+    return order_a[i], order_b[j], start, stop
+
+
+def runs_in_common(held: Spans, wanted: Spans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The indices that disjoint shards `held` and disjoint shards `wanted` have in common, as runs.
+
+    Returns:
+        The held shard and the wanted shard of each run [n], sorted by the held shard, then by the wanted one; and the
+        runs [n, 6], as in `common_runs`.
+    """
+    i, j, low, high = spans_in_common(held, wanted)
+    order = np.lexsort((low, wanted.shard[j], held.shard[i]))
+    i, j, length = i[order], j[order], (high - low)[order]
+    source, target = (spans.local[of] + low[order] - spans.start[of] for spans, of in ((held, i), (wanted, j)))
+    holder, receiver = held.shard[i], wanted.shard[j]
+    # Spans that are adjacent in both shards are one.
+    alike = (holder[1:] == holder[:-1]) & (receiver[1:] == receiver[:-1])
+    begins = np.ones(len(length), dtype=bool)
+    begins[1:] = ~alike | (np.diff(source) != length[:-1]) | (np.diff(target) != length[:-1])
+    first = np.flatnonzero(begins)
+    length = np.add.reduceat(length, first) if len(first) else length
+    source, target, holder, receiver = (x[first] for x in (source, target, holder, receiver))
+    # A run goes on as long as lengths and steps stay the same.
+    same = (length[1:] == length[:-1]) & (holder[1:] == holder[:-1]) & (receiver[1:] == receiver[:-1])
+    steps = np.stack([np.diff(source), np.diff(target)], axis=1)
+    goes_on = np.zeros(len(length), dtype=bool)  # from the span before over this one to the next
+    goes_on[1:-1] = same[1:] & same[:-1] & (steps[1:] == steps[:-1]).all(axis=1)
+    breaks = np.flatnonzero(~goes_on)
+    index = np.arange(len(length))
+    after = index + 1  # where the run that begins at each span ends
+    pairs = np.flatnonzero(same)
+    after[pairs] = breaks[np.searchsorted(breaks, pairs + 1)] + 1
+    starts, at, next_of = [], 0, after.tolist()
+    while at < len(next_of):
+        starts.append(at)
+        at = next_of[at]
+    run = np.array(starts, dtype=np.int64)
+    count = after[run] - run
+    steps = np.concatenate([steps, np.ones((1, 2), dtype=np.int64)])[run]
+    steps[count == 1] = 1
+    runs = np.column_stack([source[run], target[run], count, length[run], steps])
+    return holder[run], receiver[run], runs
+
+
+def _of_one(extent: int, parts: MeshParts) -> Spans:
+    cuts = [(number, split) for number, split, _ in parts]
+    return spans_of_shards(extent, cuts, np.array([[index for *_, index in parts]], dtype=np.int64))
+
+
+@lru_cache(maxsize=8192)
+def held_spans(extent: int, parts: Parts) -> np.ndarray:
+    """[n, 2] the ascending spans, with gaps between them, that a rank holds of a tensor dim of `extent`."""
+    if all(split == 1 for _, split, _ in parts):
+        span = (0, extent)
+        for number, _, index in parts:
+            span = cut(span, number, index)
+        return np.array([span] if span[0] < span[1] else [], dtype=np.int64).reshape(-1, 2)
+    spans = _of_one(extent, parts)  # type: ignore[arg-type]  # nodes do not share strided shards
+    return np.stack([spans.start, spans.stop], axis=1)
+
+
+@lru_cache(maxsize=8192)
+def common_runs(extent: int, held: MeshParts, wanted: MeshParts) -> np.ndarray:
+    """[n, 6] int64: the indices that a holder and a receiver have in common along a tensor dim of `extent`, as runs.
+
+    A run is a number of equally spaced spans of equal length: (start in the holder's shard, start in the receiver's
+    shard, count, length, step in the holder's shard, step in the receiver's shard).
+    """
+    return runs_in_common(_of_one(extent, held), _of_one(extent, wanted))[2]
