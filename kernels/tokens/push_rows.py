@@ -20,8 +20,11 @@ from ..launch import Constants, Launches, registers_of_sm, runs_on
 from .group_rows import Groups
 from .quantize_rows import (
     QuantizedRows,
+    cast_group,
     check_payload,
+    load_group,
     quantized_groups,
+    row_scale,
     store_scales,
 )
 from .rows import (
@@ -89,7 +92,8 @@ def push_rows_kernel(
 ):
     """Program i processes blocks i, i + programs, ...: those of tokens' rows, then of the own groups' padding. The last
     one to finish has a barrier with the peers."""
-    row_blocks: tl.constexpr = (H + COLS - 1) // COLS
+    WHOLE: tl.constexpr = GROUP > 0 and GROUP >= H  # a row has one scale, and one program
+    row_blocks: tl.constexpr = 1 if WHOLE else (H + COLS - 1) // COLS
     for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
         # A loop variable is a number of Python's in the interpreter.
         t = tl.full((), 0, tl.int64) + block // row_blocks
@@ -105,6 +109,18 @@ def push_rows_kernel(
                     key_in, row_in, buffers, weights, weight_buffers, choice, error, weight_stride, choice_stride, t,
                     words, column, inside, 0, 0, False, first, K, H, WORD, ALIGN, 0, False, HAS_WEIGHTS, CHOSEN,
                 )  # fmt: skip
+            elif WHOLE:
+                c = tl.arange(0, COLS)[None, :]
+                scale, bits, bad = row_scale(source, H, COLS, POWERS, DTYPE)
+                zero = tl.zeros([1, 1], tl.int32)
+                for start in range(0, H, COLS):
+                    value = load_group(source, start + c, H, DTYPE)
+                    elements, begins = cast_group(value, scale, bad, POWERS), start == 0
+                    push_piece(
+                        key_in, row_in, buffers, weights, weight_buffers, choice, error, weight_stride, choice_stride,
+                        t, elements, start + c, start + c < H, bits, zero, zero + start == 0, begins, K, ROW_BYTES,
+                        tl.int8, 16, SCALES_AT, POWERS, HAS_WEIGHTS, CHOSEN,
+                    )  # fmt: skip
             else:
                 GROUPS: tl.constexpr = COLS // GROUP
                 group = part * GROUPS + tl.arange(0, GROUPS)[:, None]
@@ -237,8 +253,6 @@ def push_rows(
     check_rows("x", x, (tokens, hidden), dtype)
     if quantized is not None:
         check_payload(dtype)
-        if quantized.how.group is None:
-            raise ArgumentError("quantized: one scale for a row; allowed: groups with a scale, or quantize_rows before")
         quantized.check(buffers.dtype, buffers.shape, hidden)
     if weights is not None and (weights.shape != (tokens, k) or weights.dtype is not torch.float32):
         raise ArgumentError(
