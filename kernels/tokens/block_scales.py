@@ -151,8 +151,8 @@ def block_scales(
         scales: of a row, of one byte each.
         out: int32 [N, scales / 4, rounded up], contiguous; N as `block_rows` returns it.
         offsets: int32 [S], the end of each group, at most R; read on the device.
-        fill: the bits of what is stored in rows of `out` behind those of the last group, int32; None: they are not
-            written.
+        fill: what is stored in rows of `out` behind those of the last group: four equal bytes, as an int32; None: they
+            are not written.
 
     Raises:
         ArgumentError: unsupported shape, dtype, stride or place.
@@ -178,10 +178,10 @@ def check_blocks(rows: torch.Tensor, begin: int, scales: int, out: torch.Tensor,
     """
     check_columns(rows, begin, scales)
     fits = out.dim() == 2 and out.shape[1] == cdiv(scales, BLOCK_SCALES) and len(out) % BLOCK_ROWS == 0
-    if not fits or out.dtype is not torch.int32 or not out.is_contiguous() or len(out) < len(rows):
+    if not fits or out.dtype is not torch.int32 or not out.is_contiguous():
         raise ArgumentError(
             f"out: {out.dtype} of shape {tuple(out.shape)}, strides {out.stride()}; allowed: contiguous int32 of shape "
-            f"[N, {cdiv(scales, BLOCK_SCALES)}], N a multiple of {BLOCK_ROWS} and at least {len(rows)}"
+            f"[N, {cdiv(scales, BLOCK_SCALES)}], N a multiple of {BLOCK_ROWS}"
         )
     if offsets.dim() != 1 or offsets.dtype is not torch.int32 or not offsets.is_contiguous():
         raise ArgumentError(

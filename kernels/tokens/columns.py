@@ -17,24 +17,23 @@ _NO_COLUMNS = {
 }  # fmt: skip
 
 
+def column_words(size: int) -> tuple[int, torch.dtype]:
+    """Return the number and the dtype of the integers that are `size` bytes of a row in `Columns.out`."""
+    dtype = TORCH_WORDS[math.gcd(size, 8)]
+    return size // dtype.itemsize, dtype
+
+
 class Columns(NamedTuple):
     """Some bytes of each packed row, and where receive_rows copies them to."""
 
     begin: int
     """The byte of a row in which they begin, a multiple of 16."""
     size: int
-    """Bytes of a row."""
+    """Bytes of a row, at least 1."""
     out: torch.Tensor
-    """Contiguous integers: [R, n], of `size` bytes a row, of the widest type whose size divides it; in blocks int32 as
-    for block_scales."""
+    """Contiguous integers: [R, n] as `column_words` says; in blocks int32 as for block_scales."""
     offsets: torch.Tensor | None
     """int32 [S]: stored in blocks of these groups, as by block_scales. None: in order."""
-
-    @classmethod
-    def rows(cls, begin: int, size: int, number: int, device: torch.device) -> Columns:
-        """Return new memory for these bytes of so many rows, in order."""
-        dtype = TORCH_WORDS[math.gcd(size, 8)]
-        return cls(begin, size, torch.empty((number, size // dtype.itemsize), dtype=dtype, device=device), None)
 
     def check(self, rows: torch.Tensor) -> None:
         """
@@ -45,8 +44,8 @@ class Columns(NamedTuple):
             check_blocks(rows, self.begin, self.size, self.out, self.offsets)
             return
         check_columns(rows, self.begin, self.size)
-        dtype = TORCH_WORDS[math.gcd(self.size, 8)]
-        shape = len(rows), self.size // dtype.itemsize
+        number, dtype = column_words(self.size)
+        shape = len(rows), number
         if self.out.dtype is not dtype or self.out.shape != shape or not self.out.is_contiguous():
             raise ArgumentError(
                 f"columns.out: {self.out.dtype} of shape {tuple(self.out.shape)}, strides {self.out.stride()}; "

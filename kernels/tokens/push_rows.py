@@ -1,7 +1,7 @@
 """push_rows: store each token's row in its destinations' buffers; each row is read once and stored up to K times.
 
-Rows may be quantized on the way, to what quantize_rows would have written: a program casts whole groups of a row. For
-one scale of a row it would have to read all of it twice, in a loop for which registers spill: these are cast before.
+Rows may be quantized on the way, to what quantize_rows would have written: a program casts whole groups of a row. A row
+with one scale is one program's, which reads it twice, the second time from the cache.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def push_rows(
         most_padding: an upper bound of the padding rows of a group; 0: no padding is zeroed.
         launch: default: RowLaunch.for_rows.
         barrier: of the ranks, when all rows have been stored; only where kernels run.
-        quantized: how rows are stored, in groups, which are cast as by quantize_rows; None: as they are.
+        quantized: how rows are cast on the way, as by quantize_rows; None: they are stored as they are.
 
     Raises:
         ArgumentError: unsupported shape, dtype or address.
@@ -283,8 +283,10 @@ def push_rows(
         given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
         choice = buffers.choice
         index, error = (rows.key, table) if choice is None else choice
-        columns = launch.columns if quantized is None else quantized.how.columns(hidden, launch.columns)
-        blocks = rows_and_padding * cdiv(hidden, columns)
+        if quantized is None:
+            blocks = rows_and_padding * cdiv(hidden, launch.columns)
+        else:
+            blocks = rows_and_padding * quantized.how.blocks(hidden, quantized.how.columns(hidden, launch.columns))
         programs = max(launch.programs_for(blocks), 1)
         constants = (
             x.dtype, k, hidden, align, launch, each, weights is not None, choice is not None, quantized,

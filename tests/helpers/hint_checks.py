@@ -155,7 +155,8 @@ def _check_vectors(kind: str, pointers: Any, mask: Any) -> None:
     if hint is None or not pointers.data.ndim:
         return
     wanted = [_constants[name] for name in _VECTORS[kind] if _constants.get(name) is not None]
-    lanes = int(wanted[0]) if wanted else max(hint) // word
+    # The kernel's words may be others than these: no vector is wider than the hint.
+    lanes = min(int(size) for size in (*wanted[:1], max(hint) // word))
     if lanes < 2:
         return
     axes = range(pointers.data.ndim)
