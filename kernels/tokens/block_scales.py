@@ -58,7 +58,9 @@ def copy_scale_blocks(
     """
     WIDE: tl.constexpr = (SCALES + 3) // 4  # words of a row: four scales, which are one row of a block
     parts: tl.constexpr = (WIDE + STEP_WORDS - 1) // STEP_WORDS
-    here = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
+    # Rows are aligned to 16 bytes, but their words are read by vectors of which each is inside a row or outside.
+    TOGETHER: tl.constexpr = 4 if WIDE % 4 == 0 else (2 if WIDE % 2 == 0 else 1)
+    here = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(tl.int32)), 4 * TOGETHER)
     there = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
     pitch = tl.multiple_of((tl.full((), 0, tl.int64) + row_bytes) // 4, 4)
     for piece in range(tl.program_id(0).to(tl.int64), tiles * parts, programs.to(tl.int64)):
@@ -90,7 +92,7 @@ def copy_scale_blocks(
             words = tl.where(tile < total, words, filler.to(tl.int32))
         else:
             kept = kept & (tile < total)
-        tl.store(there + (tile.to(tl.int64) * (128 * WIDE) + block * 128) + at, words, mask=kept)
+        tl.store(there + (tile.to(tl.int64) * (128 * WIDE) + block * 128) + at, words, mask=kept & (at < 128))
 
 
 @triton.jit(do_not_specialize=["source", "target", "row_bytes", "tiles", "filler", "programs"])
