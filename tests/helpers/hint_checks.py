@@ -170,7 +170,7 @@ def _check_vectors(kind: str, pointers: Any, mask: Any) -> None:
 
 def _is_vector(addresses: np.ndarray, mask: np.ndarray, axis: int, lanes: int, word: int) -> bool:
     groups = _in_groups(addresses.astype(np.int64), axis, lanes)
-    active = _in_groups(np.broadcast_to(mask, addresses.shape), axis, lanes)
+    active = _in_groups(np.broadcast_to(mask, addresses.shape).astype(bool), axis, lanes)
     if groups is None or active is None or not _is_constant(active, [1] * (active.ndim - 1) + [lanes], 1):
         return False
     groups = groups[active[..., 0]]

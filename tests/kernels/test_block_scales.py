@@ -1,4 +1,4 @@
-"""Scales in blocks of 128 rows by 4, group by group: equal to torch's own rearrangement of each group, byte for byte."""
+"""Scales in blocks of 128 rows by 4, group by group: equal to a rearrangement of each group, byte for byte."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def test_block_scales_writes_groups_only(device: str, case: Any) -> None:  # noq
 @pytest.mark.parametrize("fill", [None, 0.0, math.nan])
 @pytest.mark.parametrize("copied", [True, False])
 def test_receive_rows_stores_scales_in_blocks(
-    device: str,
+    device: str,  # noqa: F811
     case: Any,
     fill: float | None,
-    copied: bool,  # noqa: F811
+    copied: bool,
 ) -> None:
     """And the rows as without it."""
     sizes, _, scales, begin, _ = case
