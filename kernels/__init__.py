@@ -13,6 +13,8 @@ from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_la
 from .reduce_cpu import reduce_views
 from .signal import build_signal, signal, wait_limit
 from .tiling import Launch, LaunchConfig
+from .tokens.block_scales import BLOCK_ROWS, block_rows, block_scales, block_scales_torch, block_width, unblocked_scales
+from .tokens.columns import Columns, column_words
 from .tokens.combine_rows import combine_rows, gather_values
 from .tokens.copy_columns import copy_columns
 from .tokens.copy_rows import copy_rows, fill_rows
@@ -48,6 +50,7 @@ __all__ = [
     "SLOT",
     "UNLIMITED",
     "AddressTables",
+    "BLOCK_ROWS",
     "StridedBoxes",
     "Buffers",
     "Channel",
@@ -61,6 +64,7 @@ __all__ = [
     "Launch",
     "LaunchConfig",
     "ReduceTable",
+    "Columns",
     "CountShare",
     "CountedPairs",
     "RepeatedDispatch",
@@ -78,7 +82,12 @@ __all__ = [
     "WindowSignals",
     "WindowUse",
     "WordComparison",
+    "block_rows",
+    "block_scales",
+    "block_scales_torch",
+    "block_width",
     "build_signal",
+    "column_words",
     "combine_rows",
     "copy_boxes",
     "copy_boxes_kernel",
@@ -118,6 +127,7 @@ __all__ = [
     "source_views",
     "spread_rows",
     "target_views",
+    "unblocked_scales",
     "uploaded",
     "wait_limit",
     "weigh_rows",

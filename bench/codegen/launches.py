@@ -28,6 +28,7 @@ from shardweave.kernels import (
     QUANTIZATIONS,
     Buffers,
     ChosenBuffers,
+    Columns,
     CountShare,
     OwnRows,
     PhysicalExperts,
@@ -35,6 +36,8 @@ from shardweave.kernels import (
     RowTables,
     TokenRows,
     WindowBarrier,
+    block_rows,
+    column_words,
     combine_rows,
     count_pairs,
     gather_values,
@@ -123,7 +126,7 @@ class Specialisation:
             return 0, 0
         k = c.get("K", 0)
         if self.quantizes:  # a row with one scale is read twice
-            return 1 + (not k and c["GROUP"] >= c["H"]), k or 1
+            return 1 + (c["GROUP"] >= c["H"]), k or 1
         both = {
             "push_rows": (1, k + 1),
             "offer_tokens": (1, 1),
@@ -144,7 +147,7 @@ class Specialisation:
     @property
     def quantizes(self) -> bool:
         """Whether it casts rows to float8."""
-        return self.kernel in ("quantize_rows", "push_rows") and bool(self.constants.get("GROUP"))
+        return self.kernel in ("quantize_rows", "push_rows", "offer_rows") and bool(self.constants.get("GROUP"))
 
     @property
     def words(self) -> tuple[int, int]:
@@ -372,6 +375,7 @@ def layers() -> Iterator[Layer]:
             yield replace(layer, options=options)
         for quantize, dtype in product(QUANTIZATIONS, dtypes):
             yield replace(layer, dtype=dtype, options={"quantize": quantize, "quantize_output": quantize})
+        yield replace(layer, options={"quantize": "mxfp8", "scale_layout": "blocked", "align": 32})
         yield replace(layer, odd=True, options={"quantize": "fp8_128", "save": "copy", "zero_rows": True})
     for (hidden, top_k, experts), dtype in product(((4097, 3, 60), (2500, 1, 3), (20, 6, 300)), dtypes):
         yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype, options={"save": "copy", "zero_rows": True})
@@ -440,6 +444,26 @@ def _pooled(dtype: torch.dtype) -> None:
     combine_rows(rows, Buffers(of_all), empty(tokens, hidden, dtype=dtype), weights, nodes=empty(size))
     signals = _window(size).signals(1)
     assert signals is not None
+    for quantize, barrier in product(QUANTIZATIONS, (None, WindowBarrier(signals, 1))):
+        packed = packed_rows("quantize", quantize, hidden)
+        assert packed is not None
+        how, begin, size_of = (
+            QuantizedRows(QUANTIZATIONS[quantize], packed.begins[1]),
+            packed.begins[1],
+            packed.sizes[1],
+        )
+        received = Buffers([empty(1024, packed.words)] * size)
+        push_rows(x, rows, received, groups, 0, weights, numbers, most_padding=0, barrier=barrier, quantized=how)
+        offer_rows(of_all[0], received.tensors[0], groups.num_rows, Buffers(matrices), 257, 1, barrier, how)
+        number, kind = column_words(size_of)
+        parts = [Columns(begin, size_of, empty(1024, number, dtype=kind), None)]
+        if quantize == "mxfp8":
+            parts.append(Columns(begin, size_of, empty(block_rows(1024, 32, 1), size_of // 4), groups.offsets))
+        for source, columns, fill in product((received.tensors[0], None), parts, (0.0, None)):
+            receive_rows(
+                source, empty(1024, packed.words), groups.num_rows, fill, (numbers.tensors[0],) * 2,
+                barrier and barrier.signals, columns,
+            )  # fmt: skip
     for barrier in (None, WindowBarrier(signals, 1)):
         push_rows(x, rows, chosen, groups, 0, weights, numbers, most_padding=0, barrier=barrier)
         for target in (of_all[1], None):

@@ -1,7 +1,7 @@
 """push_rows: store each token's row in its destinations' buffers; each row is read once and stored up to K times.
 
-Rows may be quantized on the way, to what quantize_rows would have written: a program casts whole groups of a row. For
-one scale of a row it would have to read all of it twice, in a loop for which registers spill: these are cast before.
+Rows may be quantized on the way, to what quantize_rows would have written: a program casts whole groups of a row. A row
+with one scale is one program's, which reads it twice, the second time from the cache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from ..launch import Constants, Launches, registers_of_sm, runs_on
 from .group_rows import Groups
 from .quantize_rows import (
     QuantizedRows,
+    cast_group,
     check_payload,
+    load_group,
     quantized_groups,
+    row_scale,
     store_scales,
 )
 from .rows import (
@@ -89,7 +92,8 @@ def push_rows_kernel(
 ):
     """Program i processes blocks i, i + programs, ...: those of tokens' rows, then of the own groups' padding. The last
     one to finish has a barrier with the peers."""
-    row_blocks: tl.constexpr = (H + COLS - 1) // COLS
+    WHOLE: tl.constexpr = GROUP > 0 and GROUP >= H  # a row has one scale, and one program
+    row_blocks: tl.constexpr = 1 if WHOLE else (H + COLS - 1) // COLS
     for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
         # A loop variable is a number of Python's in the interpreter.
         t = tl.full((), 0, tl.int64) + block // row_blocks
@@ -105,6 +109,18 @@ def push_rows_kernel(
                     key_in, row_in, buffers, weights, weight_buffers, choice, error, weight_stride, choice_stride, t,
                     words, column, inside, 0, 0, False, first, K, H, WORD, ALIGN, 0, False, HAS_WEIGHTS, CHOSEN,
                 )  # fmt: skip
+            elif WHOLE:
+                c = tl.arange(0, COLS)[None, :]
+                scale, bits, bad = row_scale(source, H, COLS, POWERS, DTYPE)
+                zero = tl.zeros([1, 1], tl.int32)
+                for start in range(0, H, COLS):
+                    value = load_group(source, start + c, H, DTYPE)
+                    elements, begins = cast_group(value, scale, bad, POWERS), start == 0
+                    push_piece(
+                        key_in, row_in, buffers, weights, weight_buffers, choice, error, weight_stride, choice_stride,
+                        t, elements, start + c, start + c < H, bits, zero, zero + start == 0, begins, K, ROW_BYTES,
+                        tl.int8, 16, SCALES_AT, POWERS, HAS_WEIGHTS, CHOSEN,
+                    )  # fmt: skip
             else:
                 GROUPS: tl.constexpr = COLS // GROUP
                 group = part * GROUPS + tl.arange(0, GROUPS)[:, None]
@@ -227,7 +243,7 @@ def push_rows(
         most_padding: an upper bound of the padding rows of a group; 0: no padding is zeroed.
         launch: default: RowLaunch.for_rows.
         barrier: of the ranks, when all rows have been stored; only where kernels run.
-        quantized: how rows are stored, in groups, which are cast as by quantize_rows; None: as they are.
+        quantized: how rows are cast on the way, as by quantize_rows; None: they are stored as they are.
 
     Raises:
         ArgumentError: unsupported shape, dtype or address.
@@ -237,8 +253,6 @@ def push_rows(
     check_rows("x", x, (tokens, hidden), dtype)
     if quantized is not None:
         check_payload(dtype)
-        if quantized.how.group is None:
-            raise ArgumentError("quantized: one scale for a row; allowed: groups with a scale, or quantize_rows before")
         quantized.check(buffers.dtype, buffers.shape, hidden)
     if weights is not None and (weights.shape != (tokens, k) or weights.dtype is not torch.float32):
         raise ArgumentError(
@@ -269,8 +283,10 @@ def push_rows(
         given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
         choice = buffers.choice
         index, error = (rows.key, table) if choice is None else choice
-        columns = launch.columns if quantized is None else quantized.how.columns(hidden, launch.columns)
-        blocks = rows_and_padding * cdiv(hidden, columns)
+        if quantized is None:
+            blocks = rows_and_padding * cdiv(hidden, launch.columns)
+        else:
+            blocks = rows_and_padding * quantized.how.blocks(hidden, quantized.how.columns(hidden, launch.columns))
         programs = max(launch.programs_for(blocks), 1)
         constants = (
             x.dtype, k, hidden, align, launch, each, weights is not None, choice is not None, quantized,

@@ -41,6 +41,7 @@ class RepeatedDispatch:
         signals: of the window.
         ids, weights: the arguments, of which no copies were made.
         weights_out: float32 [R], where received weights are copied to.
+        columns_out: `Columns.out` of what is copied out of received rows, if anything is.
         results: all other results.
 
     Raises:
@@ -54,14 +55,13 @@ class RepeatedDispatch:
         ids: torch.Tensor,
         weights: torch.Tensor,
         weights_out: torch.Tensor,
+        columns_out: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
     ) -> None:
         nothing = None, None, None
-        self._launches = [
-            RepeatedLaunch(made, (ids, weights, weights_out, *results, *_NUMBERS.get(made.kernel, nothing)))
-            for made in launches
-        ]
-        values = 3 + len(results) + len(nothing)
+        of_all = ids, weights, weights_out, *columns_out, *results
+        self._launches = [RepeatedLaunch(made, (*of_all, *_NUMBERS.get(made.kernel, nothing))) for made in launches]
+        values = len(of_all) + len(nothing)
         if set[int]().union(*(launch.replaced for launch in self._launches)) != set(range(values)):
             raise UnsupportedError("the launches of this dispatch cannot be made again: arguments were copied")
         # None: without a watch.
@@ -72,16 +72,18 @@ class RepeatedDispatch:
 
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, weights_out: torch.Tensor,
-        word: int,
+        columns_out: Sequence[torch.Tensor], word: int,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Dispatch; return weights_out and the other results.
 
         Args:
-            x, ids, weights, out, weights_out: of the shapes, dtypes, strides and alignments of the first dispatch.
+            x, ids, weights, out, weights_out, columns_out: of the shapes, dtypes, strides and alignments of the first
+                dispatch.
             word: as `CountShare.word`.
         """
         results = [torch.empty_like(like) for like in self._like]
-        values: list[torch.Tensor | int] = [ids, weights, weights_out, *results, x.data_ptr(), out.data_ptr(), word]
+        values: list[torch.Tensor | int] = [ids, weights, weights_out, *columns_out, *results]
+        values += [x.data_ptr(), out.data_ptr(), word]
         for launch, acquires in zip(self._launches, self._acquires, strict=True):
             if acquires is None:
                 launch(values)

@@ -14,6 +14,7 @@ from . import ops
 from .config import DispatchConfig, fill_value
 from .dispatch_record import DispatchRecord, Tokens
 from .engine import Received, TokenEngine
+from .packed_rows import ScaleBlocks
 from .redispatch import RowsAgain
 from .routed import RoutedTokens
 
@@ -47,13 +48,20 @@ def routed_tokens(
         payloads, grad_rows = [x], None
         if config.packed is not None:
             # Unused rows are copied where they have been filled.
-            whole = torch.compiler.is_compiling() or fill_value(config.zero_rows) is not None
-            num_rows = None if whole else record.groups.num_rows
-            payloads = config.packed.unpack(x if data is None else data[i], num_rows)
+            fill = fill_value(config.zero_rows)
+            num_rows = None if torch.compiler.is_compiling() or fill is not None else record.groups.num_rows
+            shape = config.blocked_scales(transfer.me)
+            blocks = None if shape is None else ScaleBlocks(record.groups.offsets, shape, -1 if fill else 0)
+            payloads = config.packed.unpack(x if data is None else data[i], num_rows, blocks, record.scale)
             grad_rows = None if data is None else x
         if config.batched:
             groups = config.bounds[transfer.me + 1] - config.bounds[transfer.me]
-            payloads = [_by_group(payload, groups, config) for payload in payloads]
+            payloads = [
+                _by_group(payload, groups, config)
+                if n != 1 or config.scale_layout is None
+                else payload.view(groups, payload.numel() // max(groups, 1))
+                for n, payload in enumerate(payloads)
+            ]
             row_weights = _by_group(row_weights, groups, config)
             grad_rows = None if grad_rows is None else _by_group(grad_rows, groups, config)
         x, *others = payloads

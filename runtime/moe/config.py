@@ -16,7 +16,18 @@ import numpy as np
 import torch
 
 from ...errors import ArgumentError, shown
-from ...kernels import MOST_K, MOST_PHYSICAL_EXPERTS, PAYLOADS, QUANTIZATIONS, QuantizedRows, uploaded
+from ...kernels import (
+    BLOCK_ROWS,
+    MOST_K,
+    MOST_PHYSICAL_EXPERTS,
+    PAYLOADS,
+    QUANTIZATIONS,
+    QuantizedRows,
+    block_rows,
+    block_width,
+    column_words,
+    uploaded,
+)
 from ...planner import SPLITS
 from ..environment import requested_poison
 from .node_ranks import NodeRanks, numbered
@@ -27,7 +38,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LAYOUTS = ("grouped", "batched")
 OVERFLOWS = ("raise", "drop")
 SAVES = ("buffer", "redispatch", "copy")
-OF_ROWS = "payloads", "quantize"
+SCALE_LAYOUTS = (None, "blocked")
+OF_ROWS = "payloads", "quantize", "scale_layout"
 """Settings that change what `routed.x` is: not for callers that pass it to experts as it is."""
 MOST_POOLED_BUFFERS = 1 << 10
 MOST_RANKS = 1 << 20
@@ -78,6 +90,7 @@ class DispatchConfig:
     payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None = None
     quantize: str | None = None
     quantize_output: str | None = None
+    scale_layout: str | None = None
 
     packed_output: PackedRows | None = field(init=False, compare=False)
     """Likewise of combine, with quantize_output."""
@@ -118,6 +131,7 @@ class DispatchConfig:
             ("layout", LAYOUTS),
             ("save", SAVES),
             ("splits", (None, *SPLITS)),
+            ("scale_layout", SCALE_LAYOUTS),
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(f"{name}: {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
@@ -172,6 +186,11 @@ class DispatchConfig:
             self._set(payloads=tuple(zip(packed.dtypes, packed.shapes, strict=True)))
         dispatched = (self.hidden, self.dtype) if packed is None else (packed.words, torch.int32)
         self._set(packed=packed, dispatched=dispatched)
+        if self.scale_layout is not None and not (packed is not None and packed.has_byte_scales):
+            raise ArgumentError(
+                f"scale_layout: {self.scale_layout!r} with rows of {packed or 'one tensor'}; allowed: None, with "
+                "quantize='mxfp8', or with payloads of which the second is a vector of elements of one byte"
+            )
 
     def _set_nodes(self) -> None:
         if self.nodes is None:
@@ -245,6 +264,27 @@ class DispatchConfig:
     def row_nbytes(self) -> int:
         """The mean of the bytes of a row as dispatch and combine send it."""
         return (self.dispatched_nbytes + self.combined_nbytes) // 2
+
+    def blocked_scales(self, rank: int) -> tuple[int, int] | None:
+        """Return the shape of a rank's `routed.scale` in blocks, of groups one after another; None: it is not."""
+        if self.scale_layout is None or self.packed is None:
+            return None
+        own = self.bounds[rank + 1] - self.bounds[rank]
+        if self.batched:
+            rows = own * round_up(self.expert_capacity or 0, BLOCK_ROWS)
+        else:
+            rows = block_rows(self.rows, own, self.align)
+        return rows, block_width(self.packed.sizes[1])
+
+    def scale_words(self, rank: int, device: torch.device) -> torch.Tensor | None:
+        """Return one element, expanded to the shape of `DispatchRecord.scale`; None: rows have no scales."""
+        if self.packed is None or len(self.packed.sizes) < 2 or not self.packed.sizes[1]:
+            return None
+        blocked = self.blocked_scales(rank)
+        if blocked is not None:
+            return torch.empty(1, dtype=torch.int32, device=device).expand(blocked[0], blocked[1] // 4)
+        number, dtype = column_words(self.packed.sizes[1])
+        return torch.empty(1, dtype=dtype, device=device).expand(self.rows, number)
 
     @property
     def combined_nbytes(self) -> int:
@@ -435,6 +475,7 @@ if TYPE_CHECKING:
         payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None
         quantize: str | None
         quantize_output: str | None
+        scale_layout: str | None
 
 
 def takes_settings(*without: str) -> Callable[[Function], Function]:

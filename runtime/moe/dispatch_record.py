@@ -88,6 +88,9 @@ class DispatchRecord(NamedTuple):
     """The sorted pairs of the forwarded tokens, as `TokenRows.pairs`."""
     deduped: Deduped | None = None
     """With `dedupe` only."""
+    scale: torch.Tensor | None = None
+    """The second payload of the received rows, as integers, if it was copied out as they arrived: as `Columns.out`.
+    Not among `tensors`, since neither combine nor backward reads it."""
 
     @property
     def pairs(self) -> tuple[Pairs | None, Pairs | None]:

@@ -96,14 +96,14 @@ class TokenEngine:
     def _run_dispatch(
         self,
         tokens: Sequence[Tokens],
-        outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        outs: Sequence[tuple[torch.Tensor, ...]] | None = None,
         known: Sequence[DispatchRecord] | None = None,
     ) -> list[Received]:
         """Send tokens to their destinations.
 
         Args:
-            outs: of each rank memory for copies of the rows and of their weights. Default: new memory with save="copy",
-                otherwise the result is memory of the transport.
+            outs: of each rank memory for copies of the rows and of their weights, as for `TokenTransfer.dispatch`.
+                Default: new memory with save="copy", otherwise the result is memory of the transport.
             known: the records of an earlier dispatch of the same ids, whose overflow has been noted.
         """
         with on_device(self.transfers[0].device):
@@ -119,7 +119,7 @@ class TokenEngine:
         """Start to send tokens to their destinations; return a function that waits for what the ranks receive."""
         with on_device(self.transfers[0].device):
             tokens = [Tokens(self._rows_of(x), ids, weights) for x, ids, weights in tokens]
-            outs = self._new_received(tokens) if self.config.save == "copy" else None
+            outs = self._new_copies(tokens) if self.config.save == "copy" else None
             given = [x for items in (tokens, outs or ()) for item in items for x in item]
             wait = self.start(DISPATCH, self._dispatches(tokens, outs, None), given)
 
@@ -139,12 +139,12 @@ class TokenEngine:
     def _dispatches(
         self,
         tokens: Sequence[Tokens],
-        outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
+        outs: Sequence[tuple[torch.Tensor, ...]] | None,
         known: Sequence[DispatchRecord] | None,
     ) -> list[Steps[Received]]:
         self._overflow.check(LATEST)
         if outs is None and self.config.save == "copy":
-            outs = self._new_received(tokens)
+            outs = self._new_copies(tokens)
         copies: Sequence[Any] = [None] * len(tokens) if outs is None else outs
         records: Sequence[Any] = [None] * len(tokens) if known is None else known
         items = zip(self.transfers, tokens, copies, records, strict=True)
@@ -230,6 +230,12 @@ class TokenEngine:
         """Return memory for received rows, [rows, H], and for their weights, float32 [rows]."""
         rows, (elements, dtype) = self.config.rows, self.config.dispatched
         return [(t.x.new_empty(rows, elements, dtype=dtype), t.x.new_empty(rows, dtype=torch.float32)) for t in tokens]
+
+    def _new_copies(self, tokens: Sequence[Tokens]) -> list[tuple[torch.Tensor, ...]]:
+        """Return `_new_received`, and memory for scales where they are copied out on the way."""
+        scales = [t.new_scale() for t in self.transfers]
+        received = zip(self._new_received(tokens), scales, strict=True)
+        return [of_rank if scale is None else (*of_rank, scale) for of_rank, scale in received]
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows that a dispatch of `x` sends."""

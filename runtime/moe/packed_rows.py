@@ -7,12 +7,18 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import ArgumentError, shown
-from ...kernels import QUANTIZATIONS, copy_columns, dequantize_rows
+from ...kernels import (
+    QUANTIZATIONS,
+    block_scales,
+    block_scales_torch,
+    copy_columns,
+    dequantize_rows,
+)
 
 ALIGNMENT = 16  # bytes, of each payload in a row
 MOST_PAYLOADS = 16
@@ -25,6 +31,17 @@ _DTYPES = {
     ).split()
 }
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ScaleBlocks(NamedTuple):
+    """How the second payload is arranged in blocks of 128 rows by 4 elements, group by group."""
+
+    offsets: torch.Tensor
+    """int32 [S]: the end of each group."""
+    shape: tuple[int, int]
+    """[N, n]."""
+    fill: int
+    """The bytes of blocks of no group, where unused rows are filled: four equal ones as an int32."""
 
 
 @dataclass(frozen=True)
@@ -73,23 +90,52 @@ class PackedRows:
                 rows.view(values.dtype)[:, begin // word : (begin + size) // word] = values
         return rows
 
-    def unpack(self, rows: torch.Tensor, num_rows: torch.Tensor | None) -> list[torch.Tensor]:
+    @property
+    def has_byte_scales(self) -> bool:
+        """Whether the second payload is a vector of elements of one byte, as scales are that GEMMs take in blocks."""
+        return len(self.sizes) > 1 and self.dtypes[1].itemsize == 1 and len(self.shapes[1]) == 1 and self.sizes[1] > 0
+
+    def unpack(
+        self,
+        rows: torch.Tensor,
+        num_rows: torch.Tensor | None,
+        blocks: ScaleBlocks | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         """Return the payloads of rows, int32 [R, words]: [R, *shape] each, the first a view, the others contiguous.
 
         Args:
             num_rows: int32 [1], the number of rows to copy; None: all of them.
+            blocks: the second is rearranged to these blocks, [N, n], where it has n elements, rounded up to 4.
+            scale: the second, as `DispatchRecord.scale`; None: it is copied here.
         """
         payloads = []
         for i, (dtype, shape) in enumerate(zip(self.dtypes, self.shapes, strict=True)):
-            columns = rows.view(torch.uint8)[:, self.begins[i] : self.begins[i] + self.sizes[i]]
-            if i and num_rows is None:
-                columns = columns.clone(memory_format=torch.contiguous_format).view(-1)
-            payload = columns.view(dtype).view(len(rows), *shape)
-            if i and num_rows is not None:
-                payload = torch.empty(payload.shape, dtype=dtype, device=rows.device)
+            if i == 1 and scale is not None:
+                payload = scale.view(dtype) if blocks is not None else scale.view(dtype).view(len(rows), *shape)
+            elif i == 1 and blocks is not None:
+                payload = self._in_blocks(rows, num_rows is None, blocks).view(dtype)
+            elif i and num_rows is not None:
+                payload = torch.empty((len(rows), *shape), dtype=dtype, device=rows.device)
                 copy_columns(rows, self.begins[i], payload, num_rows)
+            else:
+                columns = rows.view(torch.uint8)[:, self.begins[i] : self.begins[i] + self.sizes[i]]
+                if i:
+                    columns = columns.clone(memory_format=torch.contiguous_format).view(-1)
+                payload = columns.view(dtype).view(len(rows), *shape)
             payloads.append(payload)
         return payloads
+
+    def _in_blocks(self, rows: torch.Tensor, whole: bool, blocks: ScaleBlocks) -> torch.Tensor:
+        """Return the second payload in blocks, bytes [N, n]. `whole`: blocks of no group are filled."""
+        begin, size = self.begins[1], self.sizes[1]
+        if torch.compiler.is_compiling():
+            columns = rows.view(torch.uint8)[:, begin : begin + size]
+            return block_scales_torch(columns, blocks.offsets, blocks.shape[0], blocks.fill)
+        number, width = blocks.shape
+        out = torch.empty((number, width // 4), dtype=torch.int32, device=rows.device)
+        block_scales(rows, begin, size, out, blocks.offsets, blocks.fill if whole else None)
+        return out.view(torch.uint8)
 
 
 def _padded(size: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree
 
 from ...errors import ArgumentError
-from ...kernels import QUANTIZATIONS, dequantize_rows, on_device
+from ...kernels import QUANTIZATIONS, block_width, dequantize_rows, on_device, unblocked_scales
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord
 from .engine import engine_of
@@ -79,7 +79,13 @@ class RoutedTokens:
     @property
     def scale(self) -> torch.Tensor | None:
         """The second payload, contiguous; None if there is none. With `quantize`: [R] float32 for "fp8_row", [R, H /
-        128] float32 for "fp8_128", [R, H / 32] float8_e8m0fnu for "mxfp8", rounded up (batched [S_local, C, ...])."""
+        128] float32 for "fp8_128", [R, H / 32] float8_e8m0fnu for "mxfp8", rounded up (batched [S_local, C, ...]).
+
+        With scale_layout="blocked" it is [N, n], as `torch._scaled_grouped_mm` takes it with `offsets`: n is H / 32
+        rounded up to a multiple of 4, and N has room for all groups, each padded to a multiple of 128 rows. From the
+        first element on the groups follow one another, in blocks of 128 rows by 4 scales (SwizzleType.SWIZZLE_32_4_4)
+        with zeros in the padding. Behind the last group it is as `x` is in rows from `num_rows` on. Batched:
+        [S_local, n times C, rounded up to a multiple of 128]."""
         return self._others[0] if self._others else None
 
     def dequantized(self) -> torch.Tensor:
@@ -94,6 +100,10 @@ class RoutedTokens:
         quantize, scale = self._config.quantize, self.scale
         if quantize is None or scale is None:
             raise ArgumentError("dequantized: of a dispatcher without quantize; allowed: rows that dispatch quantized")
+        if self._config.scale_layout is not None:
+            lead, number = self.weights.shape, QUANTIZATIONS[quantize].scales(self._config.hidden)
+            blocks = scale.reshape(-1, block_width(number))
+            scale = unblocked_scales(blocks, self.offsets, lead.numel(), number).view(*lead, number)
         if self.grad_rows is None:
             return dequantize_rows(self.x, scale, QUANTIZATIONS[quantize], self._config.dtype)
         return Dequantize.apply(self.grad_rows, self.x, scale, quantize)

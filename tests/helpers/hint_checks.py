@@ -155,7 +155,8 @@ def _check_vectors(kind: str, pointers: Any, mask: Any) -> None:
     if hint is None or not pointers.data.ndim:
         return
     wanted = [_constants[name] for name in _VECTORS[kind] if _constants.get(name) is not None]
-    lanes = int(wanted[0]) if wanted else max(hint) // word
+    # The kernel's words may be others than these: no vector is wider than the hint.
+    lanes = min(int(size) for size in (*wanted[:1], max(hint) // word))
     if lanes < 2:
         return
     axes = range(pointers.data.ndim)
@@ -169,7 +170,7 @@ def _check_vectors(kind: str, pointers: Any, mask: Any) -> None:
 
 def _is_vector(addresses: np.ndarray, mask: np.ndarray, axis: int, lanes: int, word: int) -> bool:
     groups = _in_groups(addresses.astype(np.int64), axis, lanes)
-    active = _in_groups(np.broadcast_to(mask, addresses.shape), axis, lanes)
+    active = _in_groups(np.broadcast_to(mask, addresses.shape).astype(bool), axis, lanes)
     if groups is None or active is None or not _is_constant(active, [1] * (active.ndim - 1) + [lanes], 1):
         return False
     groups = groups[active[..., 0]]

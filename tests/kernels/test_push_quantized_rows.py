@@ -11,8 +11,7 @@ import torch
 from test_quantize_rows import rows_of as values_of
 from test_token_kernels import CASES, DTYPES, random_case, rows_of, same
 
-from shardweave.errors import ArgumentError
-from shardweave.kernels import QUANTIZATIONS, Buffers, PhysicalExperts, QuantizedRows, TokenRows, push_rows
+from shardweave.kernels import QUANTIZATIONS, Buffers, PhysicalExperts, QuantizedRows, TokenRows, offer_rows, push_rows
 from shardweave.kernels.tokens.group_rows import Groups
 from shardweave.kernels.tokens.push_rows import push_rows_reference
 from shardweave.kernels.tokens.quantize_rows import quantize_rows_reference
@@ -20,8 +19,7 @@ from shardweave.kernels.tokens.rows import RowLaunch
 from shardweave.runtime.moe.packed_rows import packed_rows
 
 POISON = -7
-GROUPED = [name for name, how in QUANTIZATIONS.items() if how.group]
-FORMS = list(product(GROUPED, DTYPES, (1, 33, 160, 300)))
+FORMS = list(product(QUANTIZATIONS, DTYPES, (1, 33, 160, 300)))
 
 
 def packing(quantize: str, hidden: int) -> tuple[QuantizedRows, int]:
@@ -85,7 +83,7 @@ def test_push_quantized_rows(device: str, kind: str, given: dict[str, Any]) -> N
         check_push(rng, random_case(np.random.default_rng(number), kind, **given), form, device)
 
 
-@pytest.mark.parametrize("quantize", GROUPED)
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
 @pytest.mark.parametrize("hidden, launch", [(2300, None), (300, RowLaunch(128, 1, 3)), (20, RowLaunch(8, 1, 1))])
 def test_push_quantized_rows_in_several_blocks(
     device: str, quantize: str, hidden: int, launch: RowLaunch | None
@@ -96,7 +94,7 @@ def test_push_quantized_rows_in_several_blocks(
     check_push(rng, case, (quantize, torch.bfloat16, hidden), device, launch)
 
 
-@pytest.mark.parametrize("quantize", GROUPED)
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
 def test_push_quantized_rows_on_the_cpu(quantize: str) -> None:
     """As rows that quantize_rows cast before; other bytes of a row are undefined."""
     x = values_of(2, 160, torch.bfloat16)
@@ -111,10 +109,18 @@ def test_push_quantized_rows_on_the_cpu(quantize: str) -> None:
         same(out.view(torch.uint8)[:, begin:end], want.view(torch.uint8)[:, begin:end])
 
 
-def test_push_rows_refuses_one_scale_of_a_row() -> None:
-    quantized, words = packing("fp8_row", 40)
-    rows = TokenRows(*[torch.zeros(1, 1, dtype=torch.int32)] * 2)
-    groups = Groups(*[torch.zeros(1, dtype=torch.int64) for _ in Groups._fields])
-    with pytest.raises(ArgumentError, match="quantized: one scale for a row"):
-        out = Buffers([torch.zeros(1, words, dtype=torch.int32)])
-        push_rows(torch.zeros(1, 40), rows, out, groups, 0, quantized=quantized)
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype, hidden", [(torch.bfloat16, 300), (torch.float32, 33)], ids=str)
+def test_offer_rows_quantizes(device: str, quantize: str, dtype: torch.dtype, hidden: int) -> None:
+    """Rows below the count, and no other bytes; a word for every rank."""
+    quantized, words = packing(quantize, hidden)
+    x = tokens_like(np.random.default_rng(3), 6, hidden, dtype, device)
+    for number in (0, 4, 6):
+        target = torch.full((6, words), POISON, dtype=torch.int32, device=device)
+        tables = [torch.zeros(3, dtype=torch.int32, device=device) for _ in range(2)]
+        num_rows = torch.tensor([number], dtype=torch.int32, device=device)
+        offer_rows(x, target, num_rows, Buffers(tables), 1, 9, quantized=quantized)
+        want = torch.full((6, words), POISON, dtype=torch.int32)
+        want[:number] = by_definition(x, quantize)[:number]
+        same(target, want)
+        assert all(table.tolist() == [0, 9, 0] for table in tables)

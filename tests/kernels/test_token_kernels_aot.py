@@ -62,7 +62,7 @@ POINTERS = {
     "*i32": (
         "expert_table expert_out block_counts block_bad expert_in place_in place_out start_in limit_in destination_in "
         "key_in row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets "
-        "num_rows choice matrix_out nodes once_out"
+        "num_rows choice matrix_out nodes once_out columns_out"
     ),
     "*fp32": "weights weight_gradient numbers_in numbers_out weight_in weight_out",
 }
@@ -319,7 +319,7 @@ def quantizing(quantize: str, dtype: torch.dtype, hidden: int, columns: int) -> 
 
 
 @each_target
-@pytest.mark.parametrize("quantize", ["fp8_128", "mxfp8"])
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype, hidden, k", [(torch.bfloat16, 7168, 8), (torch.float32, 7168, 8),
                                               (torch.float16, 2500, 3)], ids=str)  # fmt: skip
 def test_push_rows_quantizes_without_spills_by_wide_accesses(target, quantize, dtype, hidden, k):
@@ -361,8 +361,7 @@ def test_combine_rows_of_quantized_rows_does_not_spill(target, quantize, dtype, 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("size", [1, 4, 224, 226])
 def test_copy_columns_does_not_spill(target, size):
-    word = math.gcd(size, 8)
-    constants = of_columns(word, size // word)
+    constants = of_columns(size)
     names = [p.name for p in copy_columns_kernel.params if p.is_constexpr]
     given = {**dict(zip(names, constants.values, strict=True)), **constants.options}
     compiled = compile_kernel(copy_columns_kernel, target, given)
@@ -408,6 +407,7 @@ LAYERS = (
     Layer("batched", 64, 1, 5, 2, 7, options={"expert_capacity": 3, "layout": "batched"}),
     Layer("chunks", 64, 1, 5, 2, 7, options={"chunk_capacity": 1.25}),
     Layer("fp8", 7168, 8, 256, 2, 300, options={"quantize": "fp8_128", "quantize_output": "fp8_128"}),
+    Layer("blocks", 7168, 8, 256, 2, 300, options={"quantize": "mxfp8", "scale_layout": "blocked", "align": 32}),
 )
 
 
@@ -426,7 +426,7 @@ def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
     def of(kernel: str, name: str) -> set:
         return {s.constants[name] for s in launched if s.kernel == kernel}
 
-    assert of("push_rows", "PADDING") == {1, 4, 8} and of("push_rows", "HAS_WEIGHTS") == {True, False}
+    assert of("push_rows", "PADDING") == {1, 4, 8, 32} and of("push_rows", "HAS_WEIGHTS") == {True, False}
     assert of("combine_rows", "NESTED") == {True, False}
     assert of("combine_rows", "HAS_ADD") == of("combine_rows", "HAS_WEIGHTS") == {True, False}
     assert of("route_rows", "BATCHED") == of("count_few_pairs", "HAS_TABLE") == {True, False}

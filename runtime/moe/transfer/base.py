@@ -201,7 +201,8 @@ class TokenTransfer:
         """Send tokens to their destinations; return the received rows, [rows, H], and the record of this dispatch.
 
         Args:
-            outs: memory for copies of rows and weights; default: the result is the transport's memory.
+            outs: memory for copies of rows and weights, and `new_scale`, if there is one; default: the result is the
+                transport's memory.
             record: of an earlier dispatch of the same ids, so that ranks need not exchange counts.
         """
         # What arrives in a window is copied once, straight to where it is wanted.
@@ -288,8 +289,13 @@ class TokenTransfer:
             of_weights = yield from self._fetch_numbers(record, numbers)
         return copied(own, outs, record.groups)[0], of_weights
 
+    def new_scale(self) -> torch.Tensor | None:
+        """Return memory for the second payload of received rows, `DispatchRecord.scale`; None: the rows are unpacked
+        when they are here."""
+        return None
+
     def _output(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
-        """Return the rows that a combine of `values`, [rows, H], sends."""
+        """Return the rows that a combine of `values`, [rows, H], offers to peers, or sends."""
         quantized, packed = self.config.quantized_output, self.config.packed_output
         if quantized is None or packed is None:
             return values
@@ -305,10 +311,7 @@ class TokenTransfer:
     @property
     def pushed_quantized(self) -> QuantizedRows | None:
         """How dispatch quantizes rows as it pushes them; None: it is given rows as they are sent."""
-        quantized = self.config.quantized
-        # A row with one scale would be read twice.
-        grouped = quantized is not None and quantized.how.group is not None
-        return quantized if grouped and self.quantizes_rows else None
+        return self.config.quantized if self.quantizes_rows else None
 
     def _quantized(self, operation: int) -> QuantizedRows | None:
         return self.pushed_quantized if operation == DISPATCH else None

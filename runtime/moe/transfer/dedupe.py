@@ -31,7 +31,7 @@ from ....kernels import (
 from ....planner import MachineFigures, price_dedupe
 from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens, empty_deduped
-from .base import DISPATCH, ROUTING, Delivery, Shared, Steps
+from .base import DISPATCH, ROUTING, Delivery, Shared, Steps, TokenTransfer
 from .window import _LAST, WindowTransfer
 
 
@@ -96,6 +96,9 @@ class DedupedTransfer(WindowTransfer):
     def _candidate(self, number: int | None) -> int:
         return 0  # no rank writes into another's buffers
 
+    def _output(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
+        return TokenTransfer._output(self, values, record)  # which are summed here, and not offered
+
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         yield from ()
         operation, record, x, own, weights, take = delivery
@@ -121,7 +124,8 @@ class DedupedTransfer(WindowTransfer):
             spread_rows(tokens, table, own[0], groups, padding, kept, own[1], self._error, launch)
         if take is not None:
             take(own[0])
-        receive_rows(None, own[0], groups.num_rows, self._unused_rows, given, self._signals)
+        columns = self._columns(operation, own, groups)
+        receive_rows(None, own[0], groups.num_rows, self._unused_rows, given, self._signals, columns)
         if self._signals is None:
             self._leave(own)
         else:

@@ -21,14 +21,17 @@ import torch
 from ....kernels import (
     Buffers,
     ChosenBuffers,
+    Columns,
     CountedPairs,
     CountShare,
     Groups,
+    QuantizedRows,
     RepeatedDispatch,
     WindowBarrier,
     copy_rows,
     offer_rows,
     push_rows,
+    quantize_rows,
     receive_rows,
     recorded_launches,
 )
@@ -37,7 +40,7 @@ from ...transports.buffer_pool import BufferPool, BufferPoolTransport, capturing
 from ...transports.symmetric_memory.window import ALIGNMENT, window_size
 from ..config import DispatchConfig, round_up
 from ..dispatch_record import DispatchRecord, Tokens
-from .base import DISPATCH, UNDISPATCH, Delivery, Read, Shared, Steps, TokenTransfer
+from .base import COMBINE, DISPATCH, UNDISPATCH, Delivery, Read, Shared, Steps, TokenTransfer
 
 _LAST = 1  # the second barrier of an operation, added to its number
 # Of a transfer; each keeps memory for the (token, k) pairs. More shapes are dispatched without.
@@ -86,6 +89,10 @@ class WindowTransfer(TokenTransfer):
         self._matrices = self._buffers([counts], (config.ranks, config.bounds[-1] + 2), torch.int32)
         self._numbers = self._buffers([numbers], (config.rows,), torch.float32)
         self._like_numbers = self._numbers.tensors[self.me][:1].expand(config.rows)  # contiguous ones are made of it
+        # As `new_scale` makes it: of one element each.
+        self._like_scale: torch.Tensor | None = None
+        if self._signals is not None and config.packed is not None and len(config.packed.sizes) > 1:
+            self._like_scale = config.scale_words(self.me, self.device)
         self._pool: BufferPool | None = None
         self._set_row_buffers(*others)
 
@@ -169,26 +176,26 @@ class WindowTransfer(TokenTransfer):
     ) -> Steps[tuple[torch.Tensor, DispatchRecord]]:
         if record is not None or self._signals is None:
             return (yield from super().dispatch(tokens, outs, record))
-        own = outs or (self._rows_to_receive(), self._new_numbers())
-        (x, ids, weights), (out, weights_out) = tokens, own
+        own = outs or (self._rows_to_receive(), self._new_numbers(), *self._new_scales())
+        (x, ids, weights), (out, weights_out, *scale) = tokens, own
         pooled = self._pooled(out)
         # What the launches depend on besides the settings.
         key = (
             ids.shape, ids.dtype, x.stride(0), weights.stride(0), x.data_ptr() & 15, ids.data_ptr() & 15,
-            weights.data_ptr() & 15, (out.data_ptr() | weights_out.data_ptr()) & 15, pooled is None,
+            weights.data_ptr() & 15, (out.data_ptr() | weights_out.data_ptr()) & 15, pooled is None, len(scale),
         )  # fmt: skip
         repeated = self._repeated.get(key)
         if repeated is not None and ids.is_contiguous() and weights.stride(1) == 1:
-            tensors = repeated(x, ids, weights, out, weights_out, self._candidate(pooled))
+            tensors = repeated(x, ids, weights, out, weights_out, scale, self._candidate(pooled))
             self._acquired()
             self._windows.check()
-            return out, DispatchRecord.of(tensors)
+            return out, DispatchRecord.of(tensors)._replace(scale=scale[0] if scale else None)
         with recorded_launches() as launches:
             _, record = yield from super().dispatch(tokens, own)
         if ids.is_contiguous() and weights.stride(1) == 1 and len(self._repeated) < _MOST_REPEATED:
             results = record.tensors()[1:]
-            self._repeated[key] = RepeatedDispatch(launches, self._signals, ids, weights, weights_out, results)
-        return out, record
+            self._repeated[key] = RepeatedDispatch(launches, self._signals, ids, weights, weights_out, scale, results)
+        return out, record._replace(scale=scale[0] if scale else None)
 
     def combine(
         self,
@@ -218,6 +225,25 @@ class WindowTransfer(TokenTransfer):
 
     def _new_numbers(self) -> torch.Tensor:
         return torch.empty_like(self._like_numbers)
+
+    def new_scale(self) -> torch.Tensor | None:
+        return None if self._like_scale is None else torch.empty_like(self._like_scale)
+
+    def _new_scales(self) -> list[torch.Tensor]:
+        scale = self.new_scale()
+        return [] if scale is None else [scale]
+
+    def _columns(self, operation: int, own: Sequence[torch.Tensor], groups: Groups) -> Columns | None:
+        """Return what `receive_rows` copies out of the rows of a dispatch."""
+        packed = self.config.packed
+        if operation != DISPATCH or packed is None or len(own) < 3:
+            return None
+        blocked = self.config.scale_layout is not None
+        return Columns(packed.begins[1], packed.sizes[1], own[2], groups.offsets if blocked else None)
+
+    def _output(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
+        # `_fetch` casts them as it offers them.
+        return values if values.shape[1] == 1 or values.stride(1) == 1 else values.contiguous()
 
     def output_rows(self, received: torch.Tensor) -> torch.Tensor:
         # Replays write the same memory each time: only behind a dispatch, which waits until peers have read it.
@@ -280,7 +306,8 @@ class WindowTransfer(TokenTransfer):
         if take is not None:
             take(rows)
         given = None if weights is None else (numbers, own[1])
-        receive_rows(rows if copied else None, own[0], num_rows, self._unused_rows, given, self._signals)
+        columns = self._columns(operation, own, record.groups)
+        receive_rows(rows if copied else None, own[0], num_rows, self._unused_rows, given, self._signals, columns)
         if self._signals is None:
             self._leave(own)
         else:
@@ -294,12 +321,13 @@ class WindowTransfer(TokenTransfer):
     ) -> Steps[list[torch.Tensor]]:
         yield from ()
         num_rows, barrier = record.groups.num_rows, self._barrier(operation)
+        quantized = self.config.quantized_output if operation == COMBINE else None
         if barrier is None:
             self._acquire()
         buffers = []
         for values in given:  # one, if there is a barrier
             if values.dim() > 1:
-                buffers.append(self._offered(values, num_rows, barrier))
+                buffers.append(self._offered(values, num_rows, barrier, quantized))
                 continue
             self._copied_to_window(values, self._numbers, num_rows, barrier)
             buffers.append(self._numbers)
@@ -313,28 +341,48 @@ class WindowTransfer(TokenTransfer):
         return result
 
     def _copied_to_window(
-        self, values: torch.Tensor, to: Buffers, num_rows: torch.Tensor, barrier: WindowBarrier | None
+        self,
+        values: torch.Tensor,
+        to: Buffers,
+        num_rows: torch.Tensor,
+        barrier: WindowBarrier | None,
+        quantized: QuantizedRows | None = None,
     ) -> None:
         window = to.tensors[self.me]
-        if barrier is None:
-            copy_rows(values.contiguous(), window, num_rows)
-        else:
-            offer_rows(values.contiguous(), window, num_rows, None, 0, 0, barrier)
+        if quantized is None:
+            values = values.contiguous()
+        if barrier is not None:
+            offer_rows(values, window, num_rows, None, 0, 0, barrier, quantized)
             self._acquired()
+        elif quantized is not None:
+            quantize_rows(values, window, quantized.scales_at, quantized.how, num_rows)
+        else:
+            copy_rows(values, window, num_rows)
 
-    def _offered(self, values: torch.Tensor, num_rows: torch.Tensor, barrier: WindowBarrier | None = None) -> Buffers:
-        """Bring rows to where peers read them; return the buffers that all ranks' rows are in after the barrier."""
+    def _offered(
+        self,
+        values: torch.Tensor,
+        num_rows: torch.Tensor,
+        barrier: WindowBarrier | None = None,
+        quantized: QuantizedRows | None = None,
+    ) -> Buffers:
+        """Bring rows to where peers read them; return the buffers that all ranks' rows are in after the barrier.
+        `quantized`: how they are cast on the way."""
         of_window, wanted = self._rows, self._wanted
-        if values.dtype is torch.int32:  # quantized
+        if quantized is not None:
             of_window, wanted = self._outputs, self._wanted_outputs
         if self._pool is None:
-            self._copied_to_window(values, of_window, num_rows, barrier)
+            self._copied_to_window(values, of_window, num_rows, barrier, quantized)
             return of_window
-        lent = self._pool.lent(values) if values.is_contiguous() else None
-        values, to = (values.contiguous(), of_window.tensors[self.me]) if lent is None else (values, None)
+        lent, to = None, None
+        if quantized is None:
+            lent = self._pool.lent(values) if values.is_contiguous() else None
+            values = values.contiguous()
+        if lent is None:
+            to = of_window.tensors[self.me]
         matrix = self._matrices.tensors[self.me]
         place = (self.me + 1) * matrix.shape[1] - 1  # where dispatch has the index of the wanted buffer
-        offer_rows(values, to, num_rows, self._matrices, place, self._candidate(lent), barrier)
+        offer_rows(values, to, num_rows, self._matrices, place, self._candidate(lent), barrier, quantized)
         if barrier is not None:
             self._acquired()
         if lent is not None:
