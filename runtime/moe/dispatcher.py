@@ -111,8 +111,8 @@ class TokenDispatcher(TokenEngine):
             dispatch and combine; independent of the number of ranks. Batched buffers have no such rows.
         two_level: if the ranks are on several nodes. True: a token crosses the network once for each node that has
             experts of it, to a rank that forwards it there, and returns as one sum. False: once for each of its pairs
-            there. Results are equal to the bit. Only with chunks of exact size: True stands for splits="host". Default:
-            the cheaper by the topology's prices, which `explain` states.
+            there. Results are equal to the bit. Chunks of fixed size are possible on both. Default: the cheaper by the
+            topology's prices, which `explain` states.
         dedupe: with transport="symmetric_memory". True: a token goes once to each rank that has experts of it, which
             copies it to its rows and returns one sum; rows are no pooled buffers then, and sums are in `dtype` with
             quantize_output as well. False: once for each of its pairs. Results are equal to the bit. Default: the
