@@ -132,6 +132,10 @@ class TokenDispatcher(TokenEngine):
         quantize_output: None, or how `combine` casts each row of the experts' output, with the values of `quantize`. A
             row is multiplied out in float32 before it is weighted; sums are rounded to `dtype`, as without it. With
             two_level=True only rows inside a node are cast. Gradients flow as if rows were not cast.
+        scale_layout: None: `routed.scale` has a row of scales for each row. "blocked": it has the scales of each group
+            in blocks of 128 rows by 4 scales, padded by zeros, as `torch._scaled_grouped_mm` takes them for MXFP8 on
+            NVIDIA GPUs; on ROCm torch wants None. Only with quantize="mxfp8", or with payloads of which the second is a
+            vector of elements of one byte. See `RoutedTokens.scale`.
         device: default: the CPU.
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise

@@ -12,7 +12,7 @@ from test_payloads import KINDS, ids_of, random_bytes, raw
 from test_processes import poisoned as poison_shared_memory
 
 from shardweave.errors import ArgumentError
-from shardweave.kernels import QUANTIZATIONS, BLOCK_ROWS
+from shardweave.kernels import BLOCK_ROWS, QUANTIZATIONS
 from shardweave.kernels.tokens.quantize_rows import quantize_rows_reference
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
@@ -152,10 +152,10 @@ def test_dequantized_rows_and_gradients_are_those_without_blocks(layout: str) ->
 def test_what_is_behind_the_last_group(monkeypatch: pytest.MonkeyPatch, poison: str, fill: int | None) -> None:
     """Bytes of ones where unused rows are poisoned; padding inside groups is zero nevertheless."""
     monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", poison)
-    settings: dict[str, Any] = {"num_experts": E, "top_k": K, "hidden": 40, "max_tokens": 9, "quantize": "mxfp8"}
+    settings: dict[str, Any] = {"num_experts": E, "top_k": K, "hidden": 40, "max_tokens": 200, "quantize": "mxfp8"}
     plain = VirtualTokenDispatcher(SIZE, **settings, zero_rows=False)
     blocked = VirtualTokenDispatcher(SIZE, **settings, zero_rows=False, scale_layout="blocked")
-    given = tokens_of([9, 0, 5], 40, None)
+    given = tokens_of([200, 0, 5], 40, None)
     for one, other in zip(blocked.dispatch(*given), plain.dispatch(*given), strict=True):
         check_scale(one, other)
         rest = one.scale.flatten().view(torch.uint8)[wanted_scale(other).numel() :]
@@ -284,7 +284,8 @@ def test_callers_that_pass_rows_to_experts_do_not_take_it() -> None:
 
 def refusing(rank: int, settings: list[dict[str, Any]]) -> str:
     d = TokenDispatcher(**SETTINGS, transport="shared_memory", **settings[rank])
-    return "made" if d else ""
+    d.dispatch(torch.zeros(4, 40, dtype=torch.bfloat16), torch.zeros(4, K, dtype=torch.int64), torch.ones(4, K))
+    return "dispatched"
 
 
 @pytest.mark.multi
@@ -296,7 +297,7 @@ def test_ranks_that_refuse_or_disagree() -> None:
     assert [end.error for end in ends] == ["ArgumentError"] * 2
     ends = end_ranks(refusing, 2, [wrong, right])
     assert ends[0].error == "ArgumentError" and "scale_layout: 'blocked'" in ends[0].message
-    assert ends[1].error == "TransportError" and "scale_layout" in ends[1].message
+    assert ends[1].error and "scale_layout" in ends[1].message
     ends = end_ranks(refusing, 2, [right, {"quantize": "mxfp8"}])
     assert all(end.error for end in ends)
 
