@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -235,9 +236,8 @@ def compiled_rounds(rank: int, backend: str) -> None:
             ones = torch.ones(*routed.weights.shape, 16, dtype=torch.bfloat16)
             return d.combine(ones, routed), routed.scale.view(torch.uint8), routed.offsets  # type: ignore[union-attr] # noqa: B023
 
-        with torch.no_grad():
-            (y, scale, offsets), (again, of_graph, ends) = layer(*xs), torch.compile(
-                layer, backend=backend, fullgraph=True)(*xs)  # fmt: skip
+        y, scale, offsets = layer(*xs)
+        again, of_graph, ends = torch.compile(layer, backend=backend, fullgraph=True)(*xs)
         assert raw(y) == raw(again) and offsets.tolist() == ends.tolist() and scale.shape == of_graph.shape
         assert of_graph.is_contiguous()
         sizes = offsets.diff(prepend=offsets.new_zeros(1))
@@ -278,8 +278,11 @@ def test_refused_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_callers_that_pass_rows_to_experts_do_not_take_it() -> None:
+    settings: dict[str, Any] = {"num_experts": E, "hidden": 8, "max_tokens": 9, "top_k": K}
+    taken = {name: value for name, value in settings.items() if name in signature(ExpertParallel.__init__).parameters}
+    ExpertParallel(**taken)
     with pytest.raises(TypeError, match="scale_layout"):
-        ExpertParallel(top_k=2, scale_layout="blocked")
+        ExpertParallel(**taken, scale_layout="blocked")
 
 
 def refusing(rank: int, settings: list[dict[str, Any]]) -> str:
@@ -326,7 +329,9 @@ def dispatched(hidden: int, align: int, device: str = "cpu") -> tuple[Any, Any]:
     ids[ids == 1] = 3
     x = torch.randn(200, hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
     given = [[t.to(device)] for t in (x, ids, torch.ones(200, 2))]
-    blocked, plain = (VirtualTokenDispatcher(1, **settings, scale_layout=s).dispatch(*given)[0] for s in ("blocked", None))
+    blocked, plain = (
+        VirtualTokenDispatcher(1, **settings, scale_layout=s).dispatch(*given)[0] for s in ("blocked", None)
+    )
     return blocked, plain
 
 
