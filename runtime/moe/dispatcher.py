@@ -449,7 +449,7 @@ class TokenDispatcher(TokenEngine):
             ArgumentError: no rank, or one that does not exist or is given twice; peers are told.
             UnsupportedError: the transport does not allow it.
         """
-        with self._reporting:
+        with _Reporting(self._transport, self._participants):  # Dynamo enters no context made before
             config, transfer = self._active.choose(self.config, ranks)
         with nullcontext() if isinstance(self._transport, InProcessTransport) else binding():  # no call is in flight
             self.transfers = [transfer]
@@ -459,7 +459,6 @@ class TokenDispatcher(TokenEngine):
     def _meet_with(self, ranks: Sequence[int]) -> None:
         """Make the calls from now on among these ranks."""
         self._participants = tuple(sorted(ranks))
-        self._reporting = _Reporting(self._transport, self._participants)
 
     def _checked_tokens(
         self,
@@ -471,7 +470,7 @@ class TokenDispatcher(TokenEngine):
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
         device = self.transfers[0].device
-        with self._reporting:
+        with _Reporting(self._transport, self._participants):  # Dynamo enters no context made before
             tokens = Tokens(packed_tokens(self.config, device, x, scale), ids, weights)
             check_dispatch(self.config, device, tokens)
         return tokens
@@ -481,7 +480,7 @@ class TokenDispatcher(TokenEngine):
     ) -> None:
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
-        with self._reporting:
+        with _Reporting(self._transport, self._participants):  # Dynamo enters no context made before
             transfer = self.transfers[0]
             check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add)
 
