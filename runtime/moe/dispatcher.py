@@ -449,8 +449,11 @@ class TokenDispatcher(TokenEngine):
             ArgumentError: no rank, or one that does not exist or is given twice; peers are told.
             UnsupportedError: the transport does not allow it.
         """
-        with _Reporting(self._transport, self._participants):  # Dynamo enters no context made before
+        try:
             config, transfer = self._active.choose(self.config, ranks)
+        except ArgumentError as error:
+            self._report(error)
+            raise
         with nullcontext() if isinstance(self._transport, InProcessTransport) else binding():  # no call is in flight
             self.transfers = [transfer]
             self.use_config(config)
@@ -459,6 +462,13 @@ class TokenDispatcher(TokenEngine):
     def _meet_with(self, ranks: Sequence[int]) -> None:
         """Make the calls from now on among these ranks."""
         self._participants = tuple(sorted(ranks))
+
+    def _report(self, error: ArgumentError) -> None:
+        """Report an error of this rank to its peers."""
+        transport = self._transport
+        # Others wait for no rank that is masked out.
+        if not isinstance(transport, InProcessTransport) and transport.rank in self._participants:
+            refuse(transport, self._participants, self._participants, error)
 
     def _checked_tokens(
         self,
@@ -470,9 +480,12 @@ class TokenDispatcher(TokenEngine):
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
         device = self.transfers[0].device
-        with _Reporting(self._transport, self._participants):  # Dynamo enters no context made before
+        try:
             tokens = Tokens(packed_tokens(self.config, device, x, scale), ids, weights)
             check_dispatch(self.config, device, tokens)
+        except ArgumentError as error:
+            self._report(error)
+            raise
         return tokens
 
     def _check_combine(
@@ -480,27 +493,13 @@ class TokenDispatcher(TokenEngine):
     ) -> None:
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
-        with _Reporting(self._transport, self._participants):  # Dynamo enters no context made before
+        try:
             transfer = self.transfers[0]
             check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add)
+        except ArgumentError as error:
+            self._report(error)
+            raise
 
 
 def _only(of_ranks: list[T]) -> T:
     return of_ranks[0]
-
-
-class _Reporting:
-    """A context that reports an ArgumentError of this rank to its peers."""
-
-    def __init__(self, transport: AnyTransport | InProcessTransport, participants: tuple[int, ...]) -> None:
-        self._transport, self._participants = transport, participants
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        transport = self._transport
-        if not isinstance(error, ArgumentError) or isinstance(transport, InProcessTransport):
-            return
-        if transport.rank in self._participants:  # others wait for no rank that is masked out
-            refuse(transport, self._participants, self._participants, error)
