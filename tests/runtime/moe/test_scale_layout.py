@@ -1,4 +1,4 @@
-"""`scale_layout="blocked"`: `routed.scale` equals the scales of the same dispatch in rows, rearranged group by group."""
+"""`scale_layout="blocked"`: `routed.scale` equals the rows of scales of the same dispatch, rearranged by group."""
 
 from __future__ import annotations
 
