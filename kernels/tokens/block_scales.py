@@ -8,7 +8,6 @@ factors, torch `SwizzleType.SWIZZLE_32_4_4`; a grouped GEMM finds the groups by 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -35,7 +34,7 @@ def block_rows(rows: int, groups: int, align: int) -> int:
         align: the rows of each group are a multiple of it.
     """
     # A group of n rows, a multiple of `least`, has up to 128 - least rows of padding.
-    least = math.gcd(align, BLOCK_ROWS)
+    least = min(align & -align, BLOCK_ROWS)  # the largest power of two that divides both: Dynamo traces no gcd
     nonempty = min(groups, rows // align)
     return max((rows + nonempty * (BLOCK_ROWS - least)) // BLOCK_ROWS, cdiv(rows, BLOCK_ROWS)) * BLOCK_ROWS
 

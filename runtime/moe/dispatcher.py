@@ -131,6 +131,10 @@ class TokenDispatcher(TokenEngine):
         quantize_output: None, or how `combine` casts each row of the experts' output, with the values of `quantize`. A
             row is multiplied out in float32 before it is weighted; sums are rounded to `dtype`, as without it. With
             two_level=True only rows inside a node are cast. Gradients flow as if rows were not cast.
+        scale_layout: None: `routed.scale` has a row of scales for each row. "blocked": it has the scales of each group
+            in blocks of 128 rows by 4 scales, padded by zeros, as `torch._scaled_grouped_mm` takes them for MXFP8 on
+            NVIDIA GPUs; on ROCm torch wants None. Only with quantize="mxfp8", or with payloads of which the second is a
+            vector of elements of one byte. See `RoutedTokens.scale`.
         device: default: the CPU.
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise
@@ -442,8 +446,11 @@ class TokenDispatcher(TokenEngine):
             ArgumentError: no rank, or one that does not exist or is given twice; peers are told.
             UnsupportedError: the transport does not allow it.
         """
-        with self._reporting:
+        try:
             config, transfer = self._active.choose(self.config, ranks)
+        except ArgumentError as error:
+            self._report(error)
+            raise
         with nullcontext() if isinstance(self._transport, InProcessTransport) else binding():  # no call is in flight
             self.transfers = [transfer]
             self.use_config(config)
@@ -452,7 +459,13 @@ class TokenDispatcher(TokenEngine):
     def _meet_with(self, ranks: Sequence[int]) -> None:
         """Make the calls from now on among these ranks."""
         self._participants = tuple(sorted(ranks))
-        self._reporting = _Reporting(self._transport, self._participants)
+
+    def _report(self, error: ArgumentError) -> None:
+        """Report an error of this rank to its peers."""
+        transport = self._transport
+        # Others wait for no rank that is masked out.
+        if not isinstance(transport, InProcessTransport) and transport.rank in self._participants:
+            refuse(transport, self._participants, self._participants, error)
 
     def _checked_tokens(
         self,
@@ -464,9 +477,12 @@ class TokenDispatcher(TokenEngine):
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
         device = self.transfers[0].device
-        with self._reporting:
+        try:
             tokens = Tokens(packed_tokens(self.config, device, x, scale), ids, weights)
             check_dispatch(self.config, device, tokens)
+        except ArgumentError as error:
+            self._report(error)
+            raise
         return tokens
 
     def _check_combine(
@@ -474,27 +490,13 @@ class TokenDispatcher(TokenEngine):
     ) -> None:
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
-        with self._reporting:
+        try:
             transfer = self.transfers[0]
             check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add)
+        except ArgumentError as error:
+            self._report(error)
+            raise
 
 
 def _only(of_ranks: list[T]) -> T:
     return of_ranks[0]
-
-
-class _Reporting:
-    """A context that reports an ArgumentError of this rank to its peers."""
-
-    def __init__(self, transport: AnyTransport | InProcessTransport, participants: tuple[int, ...]) -> None:
-        self._transport, self._participants = transport, participants
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        transport = self._transport
-        if not isinstance(error, ArgumentError) or isinstance(transport, InProcessTransport):
-            return
-        if transport.rank in self._participants:  # others wait for no rank that is masked out
-            refuse(transport, self._participants, self._participants, error)
