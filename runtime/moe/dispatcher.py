@@ -449,7 +449,7 @@ class TokenDispatcher(TokenEngine):
         try:
             config, transfer = self._active.choose(self.config, ranks)
         except ArgumentError as error:
-            self._report(error)
+            self._reporting.report(error)
             raise
         with nullcontext() if isinstance(self._transport, InProcessTransport) else binding():  # no call is in flight
             self.transfers = [transfer]
@@ -459,13 +459,7 @@ class TokenDispatcher(TokenEngine):
     def _meet_with(self, ranks: Sequence[int]) -> None:
         """Make the calls from now on among these ranks."""
         self._participants = tuple(sorted(ranks))
-
-    def _report(self, error: ArgumentError) -> None:
-        """Report an error of this rank to its peers."""
-        transport = self._transport
-        # Others wait for no rank that is masked out.
-        if not isinstance(transport, InProcessTransport) and transport.rank in self._participants:
-            refuse(transport, self._participants, self._participants, error)
+        self._reporting = _Reporting(self._transport, self._participants)
 
     def _checked_tokens(
         self,
@@ -481,7 +475,7 @@ class TokenDispatcher(TokenEngine):
             tokens = Tokens(packed_tokens(self.config, device, x, scale), ids, weights)
             check_dispatch(self.config, device, tokens)
         except ArgumentError as error:
-            self._report(error)
+            self._reporting.report(error)
             raise
         return tokens
 
@@ -494,9 +488,30 @@ class TokenDispatcher(TokenEngine):
             transfer = self.transfers[0]
             check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add)
         except ArgumentError as error:
-            self._report(error)
+            self._reporting.report(error)
             raise
 
 
 def _only(of_ranks: list[T]) -> T:
     return of_ranks[0]
+
+
+class _Reporting:
+    """A context that reports an ArgumentError of this rank to its peers. Dynamo does not enter it: calls that it traces
+    use `report`."""
+
+    def __init__(self, transport: AnyTransport | InProcessTransport, participants: tuple[int, ...]) -> None:
+        self._transport, self._participants = transport, participants
+
+    def report(self, error: ArgumentError) -> None:
+        transport = self._transport
+        # Others wait for no rank that is masked out.
+        if not isinstance(transport, InProcessTransport) and transport.rank in self._participants:
+            refuse(transport, self._participants, self._participants, error)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ArgumentError):
+            self.report(error)
