@@ -125,8 +125,8 @@ class Specialisation:
         if self.on_boxes or "COLS" not in c:
             return 0, 0
         k = c.get("K", 0)
-        if self.quantizes:  # a row with one scale is read twice
-            return 1 + (c["GROUP"] >= c["H"]), k or 1
+        if self.quantizes:  # push_rows reads a row with one scale twice
+            return 1 + (self.kernel == "push_rows" and c["GROUP"] >= c["H"]), k or 1
         both = {
             "push_rows": (1, k + 1),
             "offer_tokens": (1, 1),
