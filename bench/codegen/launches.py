@@ -125,7 +125,7 @@ class Specialisation:
         if self.on_boxes or "COLS" not in c:
             return 0, 0
         k = c.get("K", 0)
-        if self.quantizes:  # push_rows reads a row with one scale twice
+        if self.quantizes:  # where a row with one scale is one range of columns, both reads of it become one
             return 1 + (self.kernel == "push_rows" and c["GROUP"] >= c["H"]), k or 1
         both = {
             "push_rows": (1, k + 1),

@@ -13,6 +13,7 @@ PROGRAMS = (
     "gpu.targets",
     "suites.moe",
     "planning.plans",
+    "planning.scale",
     "planning.projection",
     "workloads.record_workloads",
     "baselines.torch_tests",
