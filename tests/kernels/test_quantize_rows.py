@@ -134,6 +134,8 @@ def test_refused_arguments() -> None:
         with pytest.raises(ArgumentError, match="out: "):
             quantize_rows(x, bad_out, at, how)
     number = torch.zeros(1, dtype=torch.int32)
-    for columns, begin in ((torch.zeros(2, 4), 0), (torch.zeros(3, 4), 8), (torch.zeros(3, 20), 0)):
-        with pytest.raises(ArgumentError, match="rows: "):
+    for columns, begin, named in (
+        (torch.zeros(2, 4), 0, "out"), (torch.zeros(3, 4), 8, "rows"), (torch.zeros(3, 20), 0, "rows"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"{named}: "):
             copy_columns(out, begin, columns, number)

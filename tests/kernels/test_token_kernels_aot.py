@@ -17,6 +17,7 @@ from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import KERNELS, OPTIONS, Layer, Specialisation, dispatches, specialisations
 from shardweave.kernels.dtypes import ELEMENTS, poison_word
 from shardweave.kernels.launch import registers_of_sm
+from shardweave.kernels.tokens.columns import column_parts
 from shardweave.kernels.tokens.combine_rows import combine_rows_kernel, gather_values_kernel
 from shardweave.kernels.tokens.copy_columns import _constants as of_columns
 from shardweave.kernels.tokens.copy_columns import copy_columns_kernel
@@ -266,7 +267,7 @@ def test_receive_rows_and_offer_rows_in_windows(target, dtype):
     constants = {**row_constants(dtype, 7168), "COLS": 4096 // dtype.itemsize, "num_warps": 4}
     receive = constants | {"COPY": True, "FILL": True, "HAS_NUMBERS": True, "POISON": poison_word(dtype)[0]}
     receive |= {"NUMBER_POISON": poison_word(torch.float32)[0], **signalling(target, 4)}
-    receive |= registers_of_sm(4, PROGRAMS_OF_SM)
+    receive |= registers_of_sm(4, PROGRAMS_OF_SM) | column_parts(None, None)
     compiled = compile_kernel(receive_rows_kernel, target, receive)
     assert_no_spill(compiled, target)
     pieces = 4096 // (16 * TARGETS[target].warp_size * 4)
@@ -274,7 +275,7 @@ def test_receive_rows_and_offer_rows_in_windows(target, dtype):
     assert loads >= pieces and stores >= 2 * pieces
     for wider in (1, 4):
         offer = constants | {"COLS": wider * 4096 // dtype.itemsize, "COPY": wider > 1, "num_warps": 4 * wider}
-        offer |= registers_of_sm(4 * wider, PROGRAMS_OF_SM if wider == 1 else 1)
+        offer |= {**registers_of_sm(4 * wider, PROGRAMS_OF_SM if wider == 1 else 1), **NOT_QUANTIZED, "DTYPE": None}
         compiled = compile_kernel(offer_rows_kernel, target, offer | signalling(target, 4 * wider))
         assert_no_spill(compiled, target)
         loads, stores = wide(compiled, target)
@@ -451,7 +452,11 @@ def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
 
 
 def test_recorded_launches_equal_triton_compilation(launched: list[Specialisation]) -> None:
-    push = next(s for s in launched if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"])
+    push = next(
+        s
+        for s in launched
+        if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"] and not s.quantizes
+    )
     assert push.signature["x"] == "i64" and push.signature["tokens"] == "i32"
     assert push.signature["buffers"] == "*i64" and push.signature["row_in"] == "*i32"
     assert push.signature["weights"] == "*fp32" and push.signature["K"] == "constexpr"
@@ -473,7 +478,11 @@ def test_launched_token_kernels_are_vectorised(launched: list[Specialisation], t
 
 
 def test_narrow_row_accesses_are_reported(launched: list[Specialisation]) -> None:
-    push = next(s for s in launched if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"])
+    push = next(
+        s
+        for s in launched
+        if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"] and not s.quantizes
+    )
     assert push.vectors == (16, 16) and push.row_accesses == (1, 9)
     # 4 KiB a program of 128 threads: two accesses of 16 bytes for each piece.
     whole = aot.Compiled(40, 0, 0, {4: 20, 8: 9, 16: 2}, {4: 9, 16: 18})

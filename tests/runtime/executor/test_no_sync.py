@@ -378,16 +378,21 @@ def caught(rank: int, transport: str) -> str:
     mesh = init_device_mesh("cpu", (2,))
     x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
     shardweave.redistribute(x, [Shard(1)], transport=transport)
-    call = copies.Copies.__call__
 
-    def planted(self: copies.Copies, sources: Any, *rest: Any, **named: Any) -> None:
-        if rank == 0:
-            sources[0].sum().item()
-        call(self, sources, *rest, **named)
+    def planted(call: Callable[..., None]) -> Callable[..., None]:
+        def called(self: copies.Copies, sources: Any, *rest: Any, **named: Any) -> None:
+            if rank == 0:
+                sources[0].sum().item()
+            call(self, sources, *rest, **named)
 
-    copies.Copies.__call__ = planted  # type: ignore[method-assign]
+        return called
+
     try:
-        with SyncGuard() as guard, control_words_of(guard):
+        with ExitStack() as patches:
+            for name in ("__call__", "in_window"):
+                patches.enter_context(patch.object(copies.Copies, name, planted(getattr(copies.Copies, name))))
+            guard = patches.enter_context(SyncGuard())
+            patches.enter_context(control_words_of(guard))
             shardweave.redistribute(x, [Shard(1)], transport=transport)
     except (SyncRefused, shardweave.TransportError) as error:
         return type(error).__name__
