@@ -1,8 +1,8 @@
 """The CPU time of cold plans of one rank, on 16 to 65,536 ranks, with the topology that is found from the machines.
 
 A call is what a rank does that plans for the first time: the topology from the node of each rank, the mesh, the layouts
-from their text, the program of the rank. Nothing is cached. Times are CPU time of the process, the least of several runs
-of each case: `python -m shardweave.bench.planning.scale --out bench/results/plan_scale.md`.
+from their text, the program of the rank. Nothing is cached. Times are CPU time of the process, the least of several
+runs of each case: `python -m shardweave.bench.planning.scale --out bench/results/plan_scale.md`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Case(NamedTuple):
 def cases(size: int, count: int, seed: int) -> list[Case]:
     """Random cases on `size` ranks, families and kinds of nodes in turn."""
     random = Random(f"{size} {seed}")
-    drawn = []
+    drawn: list[Case] = []
     while len(drawn) < count:
         family, nodes = FAMILIES[len(drawn) % 3], NODES[len(drawn) // 3 % 5]
         mesh = _factors(random, size)

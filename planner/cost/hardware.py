@@ -214,5 +214,5 @@ def _node_size(nodes: np.ndarray, sizes: np.ndarray) -> int | None:
     if changes.sum() + 1 != len(sizes):
         return None  # the ranks of a node are not consecutive
     largest, second = int(sizes.max()), int(ranks[1:][changes][0])
-    sizes = (size for size in (largest, second) if ((np.diff(ranks // size) != 0) == changes).all())
-    return next(sizes, None)
+    found = (size for size in (largest, second) if ((np.diff(ranks // size) != 0) == changes).all())
+    return next(found, None)

@@ -113,14 +113,14 @@ def _prices(
     shares = [send_shares(at, change) for change in changes]
     near_shares = np.concatenate([x.near for x in shares])
     near = common * near_shares
-    itself = np.arange(len(at.receivers)), at.own_at
-    own = near[:, *itself] * size
+    receivers = np.arange(len(at.receivers))
+    own = near[:, receivers, at.own_at] * size
     near_in = near.sum(axis=2) * size - own
     near_out = near.sum(axis=1) * size - own if at.whole else near_in
     far_in = far_out = near_peers = far_peers = np.zeros_like(own)
     if node.message_us:
         peers = (common > 0) * near_shares
-        near_peers = peers.sum(axis=2) - peers[:, *itself]
+        near_peers = peers.sum(axis=2) - peers[:, receivers, at.own_at]
     if at.whole and not at.one_node:
         far_shares = np.concatenate([x.far for x in shares])
         far = common * far_shares

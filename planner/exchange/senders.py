@@ -213,7 +213,8 @@ def _coordinates_meeting(
 
     Args:
         mesh_dims: the mesh dims along which ranks exchange.
-        shape, held: the global shape, and the spans of the shard along each tensor dim. None: for a tensor of any shape.
+        shape, held: the global shape, and the spans of the shard along each tensor dim. None: for a tensor of any
+            shape.
     """
     if shape is None or held is None:
         cut = _cut(layout, mesh_dims)

@@ -6,7 +6,6 @@ which are contiguous in the local shard.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -28,6 +27,7 @@ from .spans import (
     spans_in_common,
     spans_of_shards,
 )
+
 
 def parts_of(cuts: Cuts, mesh_shape: Sequence[int], coordinate: Mapping[int, int] | Coordinate) -> MeshParts:
     """The cuts of a tensor dim for the rank at `coordinate`."""

@@ -104,7 +104,7 @@ def _cut_again(spans: Spans, number: int, split: int, part: np.ndarray) -> Spans
     high = np.minimum(low + size, high)
     kept = low < high
     low, high = (low + before[shard])[kept], (high + before[shard])[kept]
-    if len(spans.shard) == len(part):  # one span each, so `shard` is also the index of the span
+    if np.array_equal(spans.shard, np.arange(len(part))):  # one span each, so `shard` is also the index of the span
         i = shard[kept]
     else:
         i, _, low, high = intersections(ends - lengths, ends, low, high)

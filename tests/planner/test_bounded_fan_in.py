@@ -19,6 +19,7 @@ import shardweave
 from shardweave import NVLINK_INFINIBAND, Layout, Mesh, Topology, redistribute_cost
 from shardweave.planner import Program, bounded_fan_in, layout_change, plan, search
 from shardweave.planner.exchange.senders import transfer_table
+from shardweave.planner.layouts.nodes import RankNodes
 
 pytestmark = pytest.mark.plan
 
@@ -160,6 +161,20 @@ def test_rank_that_sends_to_few_of_many_receivers() -> None:
                 whole = transfer_table(change, (4096, 64))
                 mine = (whole.receiver == rank) | (whole.sender == rank).any(axis=1)
                 assert step.boxes.rows() == whole.select(mine).rows()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("S0/3 R", "S1 S0/2"), ("S0/2 S0/3", "S0 S1"), ("R S0", "S0/3 S0"), ("S1 S0/2", "S0/3 R")]
+)
+def test_strided_rows_of_one_of_many_ranks(source: str, target: str) -> None:
+    """The peers of a rank are found without the shards of all ranks."""
+    nodes = tuple(i // 8 if i < 64 else i // 5 for i in range(128))
+    for rank in (0, 77, 127):
+        a, b = (Layout.parse(text, (16, 8)) for text in (source, target))
+        change = layout_change(Mesh((16, 8)), "bfloat16", a, b, RankNodes(nodes))
+        whole = transfer_table(change, (101, 67))
+        mine = (whole.receiver == rank) | (whole.sender == rank).any(axis=1)
+        assert transfer_table(change, (101, 67), rank).rows() == whole.select(mine).rows()
 
 
 @pytest.mark.parametrize("topology", [None, NVLINK_INFINIBAND], ids=["bytes", "nodes"])

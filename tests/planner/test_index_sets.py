@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import brute_force_oracle as oracle
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.planner import Layout, Mesh
+from shardweave.planner.layouts import spans
 from shardweave.planner.layouts.index_sets import (
     boxes_of_all,
     cells_meeting,
@@ -19,7 +22,14 @@ from shardweave.planner.layouts.index_sets import (
 )
 from shardweave.planner.layouts.node_layout import Kind, NodeLayout
 from shardweave.planner.layouts.nodes import RankNodes
-from shardweave.planner.layouts.spans import common_runs, held_spans
+from shardweave.planner.layouts.spans import (
+    Spans,
+    common_runs,
+    held_spans,
+    runs_in_common,
+    shards_meeting,
+    spans_of_shards,
+)
 
 pytestmark = pytest.mark.plan
 
@@ -92,10 +102,10 @@ def indices(extent: int, cuts: list[tuple[int, int, int]]) -> torch.Tensor:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.integers(0, 60), parts)
 def test_held_spans_match_torch_chunk(extent: int, cuts: list[tuple[int, int, int]]) -> None:
-    spans = held_spans(extent, tuple(cuts))
-    found = [i for low, high in spans.tolist() for i in range(low, high)]
+    held = held_spans(extent, tuple(cuts))
+    found = [i for low, high in held.tolist() for i in range(low, high)]
     assert found == indices(extent, cuts).tolist()
-    assert (spans[:, 0] < spans[:, 1]).all() and (spans[1:, 0] > spans[:-1, 1]).all()
+    assert (held[:, 0] < held[:, 1]).all() and (held[1:, 0] > held[:-1, 1]).all()
 
 
 def check_common_runs(extent: int, held: list[tuple[int, int, int]], wanted: list[tuple[int, int, int]]) -> None:
@@ -124,6 +134,60 @@ def test_common_runs_match_intersection(extent: int, held: list, wanted: list) -
 @pytest.mark.long
 def test_common_runs_match_intersection_long() -> None:
     settings(max_examples=5000, deadline=None, database=None)(given(*SPANS)(check_common_runs))()
+
+
+CUTS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), max_size=3)
+
+
+def grid(cuts: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The parts of every shard, row-major."""
+    return list(product(*(range(number) for number, _ in cuts)))
+
+
+def shards(cuts: list[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
+    return [[(*cut, part) for cut, part in zip(cuts, parts, strict=True)] for parts in grid(cuts)]
+
+
+def all_spans(extent: int, cuts: list[tuple[int, int]]) -> Spans:
+    return spans_of_shards(extent, cuts, np.array(grid(cuts), dtype=np.int64).reshape(len(grid(cuts)), len(cuts)))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(0, 60), CUTS, st.integers(1, 1 << 20))
+def test_spans_of_shards_match_torch_chunk(extent: int, cuts: list[tuple[int, int]], most: int) -> None:
+    """All shards at once, in batches of any size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "_MOST_PIECES", most)
+        found = all_spans(extent, cuts)
+    held = [indices(extent, shard) for shard in shards(cuts)]
+    of_shard: list[list[int]] = [[] for _ in held]
+    for shard, local, start, stop in zip(found.shard, found.local, found.start, found.stop, strict=True):
+        assert local == len(of_shard[shard])
+        of_shard[shard] += range(start, stop)
+    assert of_shard == [x.tolist() for x in held]
+    assert found.sizes(len(held)).tolist() == [len(x) for x in held]
+    kept = list(range(0, len(held), 2))
+    some = found.select(np.array(kept, dtype=np.int64))
+    assert some.sizes(len(kept)).tolist() == [len(held[k]) for k in kept]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(0, 60), CUTS, CUTS)
+def test_runs_in_common_match_common_runs(extent: int, held: list, wanted: list) -> None:
+    holder, receiver, runs = runs_in_common(all_spans(extent, held), all_spans(extent, wanted))
+    for i, a in enumerate(shards(held)):
+        for k, b in enumerate(shards(wanted)):
+            of_pair = runs[(holder == i) & (receiver == k)]
+            assert of_pair.tolist() == common_runs(extent, tuple(a), tuple(b)).tolist()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(0, 60), CUTS, parts)
+def test_shards_meeting_a_strided_shard(extent: int, cuts: list, wanted: list) -> None:
+    mine = {*indices(extent, wanted).tolist()}
+    every = zip(grid(cuts), shards(cuts), strict=True)
+    expected = [list(at) for at, shard in every if mine & {*indices(extent, shard).tolist()}]
+    assert shards_meeting(extent, cuts, held_spans(extent, tuple(wanted))).tolist() == expected
 
 
 def test_common_runs_compact_for_many_spans() -> None:
