@@ -48,7 +48,8 @@ SECTIONS = (
     Section("leases", 60, (f"{_TRANSPORTS}/test_buffer_pool.py",)),
     Section("kernels", 180, ("tests/kernels",), split=True),
     Section("programs", 180, (_PROGRAMS, f"{_TRANSPORTS}/test_hierarchical.py", *(
-        f"{_RUNTIME}/moe/test_{name}.py" for name in ("compile", "permute_indices", "scale_layout", "torchtitan_dispatcher")))),
+        f"{_RUNTIME}/moe/test_{name}.py"
+        for name in ("compile", "permute_indices", "scale_layout", "torchtitan_dispatcher")))),
     Section("targets", 240, ("-m", "shardweave.bench.gpu.targets", "--out", "{out}")),
     Section("ranks-on-one-gpu", 180, (_SYMMETRIC, "tests/cli/test_replay_on_gpus.py"), timeout="3"),
     Section("ranks-on-several-gpus", 180, (_SYMMETRIC, *(

@@ -185,9 +185,8 @@ def test_runs_in_common_match_common_runs(extent: int, held: list, wanted: list)
 @given(st.integers(0, 60), CUTS, parts)
 def test_shards_meeting_a_strided_shard(extent: int, cuts: list, wanted: list) -> None:
     mine = {*indices(extent, wanted).tolist()}
-    expected = [
-        list(at) for at, x in zip(grid(cuts), shards(cuts), strict=True) if mine & {*indices(extent, x).tolist()}
-    ]
+    every = zip(grid(cuts), shards(cuts), strict=True)
+    expected = [list(at) for at, shard in every if mine & {*indices(extent, shard).tolist()}]
     assert shards_meeting(extent, cuts, held_spans(extent, tuple(wanted))).tolist() == expected
 
 

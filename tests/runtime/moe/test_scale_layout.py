@@ -219,6 +219,7 @@ def in_the_interpreter(rank: int) -> list[int]:
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_blocks_by_interpreted_kernels() -> None:
     code = f"t.run_ranks(t.in_the_interpreter, {SIZE}, timeout=280)"
     assert interpreted("test_scale_layout", code) == repr([[2] * 4] * SIZE)
