@@ -143,7 +143,14 @@ def _differentiable(
     again = [r._again for r in routed if r._again is not None]
     row_weights = [record.weights for record in records]
     weighted = weights[0] is not None
-    return list(Combine.apply(engine, weighted, again, records, done, *values, *weights, *adds, *row_weights, *tokens))
+    required = zip(weights, row_weights, strict=True)
+    if any(w is not None and w.requires_grad and not of_rows.requires_grad for w, of_rows in required):
+        raise ArgumentError(
+            "routed: of a dispatch without gradients, with topk_weights that require them; allowed: a dispatch with "
+            "gradients enabled, or topk_weights.detach()"
+        )
+    of_tokens = [w.detach() for w in weights if w is not None] if weighted else None
+    return list(Combine.apply(engine, of_tokens, again, records, done, *values, *row_weights, *adds, *tokens))
 
 
 def given_outs(outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -273,32 +280,33 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """(engine, weighted, again, records, done, *values, *weights, *adds, *row_weights, *tokens) to each rank's sums.
+    """(engine, weights, again, records, done, *values, *row_weights, *adds, *tokens) to each rank's sums.
 
-    `done` are the sums, if they have been written, or None. `row_weights` are the weights that Dispatch returned. They
-    get no gradient, but tie the two functions: on a rank whose experts return nothing that depends on the received
-    rows, since it has none, say, the backward of Dispatch runs nevertheless, as its peers need. Backward keeps the
-    values if weighted, for the gradients of weights, the row weights and the records. Adds may be None. `again` is
-    empty, or has for each rank the rows that its experts' backward needs: then backward keeps `tokens` and dispatches
-    them again.
+    `weights` are those of the tokens, float32 [T, K] each, or None: not weighted. `row_weights` are the same weights on
+    the ranks of the rows, as Dispatch returned them. Those get the gradient, [rows], and the backward of Dispatch
+    returns it to the tokens with that of the rows, in one exchange. They also tie the two functions: on a rank whose
+    experts return nothing that depends on the received rows, since it has none, say, the backward of Dispatch runs
+    nevertheless, as its peers need. `done` are the sums, if they have been written, or None. Backward keeps the values
+    if weighted, the row weights and the records. Adds may be None. `again` is empty, or has for each rank the rows that
+    its experts' backward needs: then backward keeps `tokens` and dispatches them again.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         engine: TokenEngine,
-        weighted: bool,
+        weights: Sequence[torch.Tensor] | None,
         again: Sequence[RowsAgain],
         records: Sequence[DispatchRecord],
         done: Sequence[torch.Tensor] | None,
         *given: Any,
     ) -> tuple[torch.Tensor, ...]:
         n = len(engine.transfers)
-        values, weights, adds, row_weights = [list(given[i * n : i * n + n]) for i in range(4)]
-        sums = _new_sums(engine, records) if done is None else done
+        values, row_weights, adds = [list(given[i * n : i * n + n]) for i in range(3)]
+        sums, weighted = _new_sums(engine, records) if done is None else done, weights is not None
         if done is None:
-            _combine(engine, records, values, sums, weights, adds)
-        ctx.save_for_backward(*given[4 * n :], *(values if weighted else []), *row_weights, *_saved(ctx, records))
+            _combine(engine, records, values, sums, weights or [None] * n, adds)
+        ctx.save_for_backward(*given[3 * n :], *(values if weighted else []), *row_weights, *_saved(ctx, records))
         ctx.engine, ctx.weighted, ctx.added = engine, weighted, [a is not None for a in adds]
         ctx.active_ranks = engine.config.active_ranks
         ctx.number, ctx.again = len(given), [weakref.ref(a) for a in again]

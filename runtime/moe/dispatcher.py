@@ -374,7 +374,8 @@ class TokenDispatcher(TokenEngine):
         Args:
             expert_output: of the shape and dtype of `routed.x`, or with payloads [R, H] (batched [S_local, C, H]) of
                 the dispatcher's dtype. Only rows of tokens are read.
-            routed: the result of a dispatch; may be combined several times.
+            routed: the result of a dispatch; may be combined several times. If topk_weights require gradients, which
+                the backward of dispatch returns, of a dispatch with gradients enabled.
             out: [T, H], the output, in other memory than `expert_output`; only without gradients.
             add: [T, H], added last; may be `out` itself.
             weighted: False if the experts applied `routed.weights`.

@@ -211,19 +211,21 @@ class TokenEngine:
         gradients: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor] | None = None,
+        weight_outs: Sequence[torch.Tensor] | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the gradients of the values, [rows, H], and those of the weights, float32 [T, K].
+        """Return the gradients of the values, [rows, H], and those of the rows' weights, float32 [rows].
 
         Args:
             gradients: [T, H], of the sums.
             values: the combined values; empty: they were not weighted, and there are no gradients of weights.
             outs: memory for copies of the first gradients.
+            weight_outs: memory for the second ones.
         """
-        given: Sequence[Any] = [v.contiguous() for v in values] or [None] * len(gradients)
-        copies: Sequence[Any] = [None] * len(gradients) if outs is None else outs
-        items = zip(self.transfers, records, gradients, given, copies, strict=True)
+        nothing: list[Any] = [None] * len(gradients)
+        given = [v.contiguous() for v in values] or nothing
+        items = zip(self.transfers, records, gradients, given, outs or nothing, weight_outs or nothing, strict=True)
         with on_device(self.transfers[0].device):
-            results = self.run(BACKWARD, [t.combine_backward(r, _rows(g), v, out) for t, r, g, v, out in items])
+            results = self.run(BACKWARD, [t.combine_backward(r, _rows(g), *others) for t, r, g, *others in items])
         return [rows for rows, _ in results], [weights for _, weights in results] if values else []
 
     def _new_received(self, tokens: Sequence[Tokens]) -> list[tuple[torch.Tensor, torch.Tensor]]:

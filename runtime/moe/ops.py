@@ -68,7 +68,7 @@ def combine_backward(
 ) -> tuple[Tensors, Tensors]:
     """`engine._run_combine_backward` as an operator."""
     outs = [g.new_empty(engine.config.rows, engine.config.hidden) for g in gradients]
-    of_weights = _new_weight_gradients(records) if values else []
+    of_weights = [torch.empty_like(r.weights) for r in records] if values else []
     _combine_backward_op(
         engine.state, [*outs, *of_weights], engine.handle, _flattened(records), list(gradients), list(values)
     )  # fmt: skip
@@ -141,9 +141,7 @@ def _combine_backward_into(
     engine: TokenEngine, outs: Tensors, records: Tensors, gradients: Tensors, values: Tensors
 ) -> None:
     n = len(gradients)
-    _, results = engine._run_combine_backward(_records(engine, records), gradients, values, outs[:n])
-    for out, of_weights in zip(outs[n:], results, strict=True):
-        out.copy_(of_weights)
+    engine._run_combine_backward(_records(engine, records), gradients, values, outs[:n], outs[n:] or None)
 
 
 _dispatch_op = _operator("dispatch_tokens", "Tensor[] xs, Tensor[] ids, Tensor[] weights", _dispatch_into)

@@ -134,7 +134,7 @@ def _of_operations(config: DispatchConfig, even: int, most: int, counts: int) ->
     per_pair = {
         "dispatch": (config.dispatched_nbytes + 4, counts),
         "combine": (config.combined_nbytes, 0),
-        "backward of combine": (row + 4 + again, 0),
+        "backward of combine": (row + again, 0),
         "backward of dispatch": (row + 4, 0),
     }
     return {operation: (even * each + once, most * each + once) for operation, (each, once) in per_pair.items()}
@@ -174,7 +174,7 @@ def _once_per_rank(config: DispatchConfig, counts: int, row: int, again: int) ->
     per_token = {
         "dispatch": (config.dispatched_nbytes, 0, counts + tables),
         "combine": (row, 0, 0),
-        "backward of combine": (row + again, 4, tables if again else 0),
+        "backward of combine": (row + again, 0, tables if again else 0),
         "backward of dispatch": (row, 4, 0),
     }
     return {
@@ -199,7 +199,7 @@ def _between_nodes(config: DispatchConfig, in_chunks: bool, chunk_capacity: int 
     per_token = {
         "dispatch": (config.dispatched_nbytes + pair_words(k) * 4, peers * _counts_words(config, chunk_capacity) * 4),
         "combine": (row, 0),
-        "backward of combine": (row + 4 * k + again, 0),
+        "backward of combine": (row + again, 0),
         "backward of dispatch": (row + 4 * k, 0),
     }
     return {operation: (even * each + once, most * each + once) for operation, (each, once) in per_token.items()}

@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -98,6 +99,7 @@ def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port:
         assert not unlisted, f"left to torch for reasons that are not listed: {unlisted}"
         assert not memory.freed, f"freed while peers could still use it: {memory.freed[:4]}"
         pipe.send(Ended(value))
+        pipe.recv()  # others may still map memory that ends with the process group
         dist.destroy_process_group()
     except BaseException as error:
         pipe.send(Ended(error=type(error).__name__, message=f"{error}\n{traceback.format_exc()}"))
@@ -126,7 +128,7 @@ def _end_once(function: Callable, size: int, args: tuple, environment: dict[str,
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(size):
-        mine, theirs = context.Pipe(duplex=False)
+        mine, theirs = context.Pipe()
         process = context.Process(
             target=_rank_main, args=(theirs, function, rank, size, server.port, environment, args), daemon=True
         )
@@ -148,6 +150,9 @@ def _end_once(function: Callable, size: int, args: tuple, environment: dict[str,
                 ends[rank] = Ended(error="Died", message="ended without a result")
             if _NOT_CONNECTED in ends[rank].message:
                 timeout = min(timeout, 5)
+    for pipe in pipes:
+        with suppress(OSError):  # it has ended
+            pipe.send(None)
     for process, end in zip(processes, ends, strict=True):
         if end.error != "TimeoutError":
             process.join(10)

@@ -48,7 +48,7 @@ for one buffer of each destination: the window to release."""
 Take = Callable[[torch.Tensor], None]
 """Processes the receive buffer once rows have arrived, possibly in place."""
 # Operations, added to the dispatcher's fingerprint. The requests of an operation count up from there.
-DISPATCH, COMBINE, BACKWARD, WEIGHED, UNDISPATCH = 0, 8, 16, 24, 32
+DISPATCH, COMBINE, BACKWARD, NUMBERS, UNDISPATCH = 0, 8, 16, 24, 32
 BACKGROUND = 128
 """Added to the number of an operation in the background, in the call's fingerprint only."""
 OPERATIONS = {
@@ -265,12 +265,15 @@ class TokenTransfer:
         gradient: torch.Tensor,
         values: torch.Tensor | None,
         out: torch.Tensor | None = None,
+        weights_out: torch.Tensor | None = None,
     ) -> Steps[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Return the gradient of this rank's values and, if they were weighted, of the weights of its pairs, [T, K].
+        """Return the gradient of this rank's values, [rows, H], and, if they were weighted, of its rows' weights,
+        float32 [rows], which the backward of dispatch returns to the pairs.
 
         Args:
             values: the combined values; None: they were not weighted.
             out: memory for a copy of the first gradient.
+            weights_out: memory for the second.
         """
         outs, of_weights = None if out is None else (out,), None
         own = outs if outs and self.in_windows else (self._new_rows(),)
@@ -280,13 +283,14 @@ class TokenTransfer:
         if values is None:
             yield from self._deliver(delivery)
         else:
-            numbers = self._new_numbers()
+            of_weights, num_rows = self._new_numbers() if weights_out is None else weights_out, record.groups.num_rows
+            if self._unused_rows is not None:
+                fill_rows(of_weights, num_rows, self._unused_rows)
 
             def weigh(received: torch.Tensor) -> None:
-                weigh_rows(received, values, record.weights, record.groups.num_rows, own[0], numbers)
+                weigh_rows(received, values, record.weights, num_rows, own[0], of_weights)
 
             yield from self._deliver(delivery._replace(take=weigh))
-            of_weights = yield from self._fetch_numbers(record, numbers)
         return copied(own, outs, record.groups)[0], of_weights
 
     def new_scale(self) -> torch.Tensor | None:
@@ -333,15 +337,6 @@ class TokenTransfer:
     ) -> Steps[list[torch.Tensor]]:
         """Return `read` of all ranks' `given` buffers, which `record.rows` index."""
         raise NotImplementedError
-
-    def _fetch_numbers(self, record: DispatchRecord, numbers: torch.Tensor) -> Steps[torch.Tensor]:
-        """Return each pair's number of all ranks' `numbers`, float32 [rows]: [T, K]."""
-
-        def read(buffers: Sequence[Buffers], release: WindowSignals | None = None) -> list[torch.Tensor]:
-            return [gather_values(record.rows, buffers[0], release)]
-
-        (of_pairs,) = yield from self._fetch(WEIGHED, record, (numbers,), read)
-        return of_pairs
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
         """Return the record of a dispatch; `matrix` is not kept."""

@@ -31,7 +31,7 @@ from ...transports.base import TwoSidedTransport
 from ...transports.comm_requests import Transfer
 from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Forwards, Tokens
-from .base import COMBINE, DISPATCH, ROUTING, UNDISPATCH, WEIGHED, Delivery, Steps, TokenTransfer, pair_words
+from .base import COMBINE, DISPATCH, ROUTING, UNDISPATCH, Delivery, Steps, TokenTransfer, pair_words
 from .chunk_exchange import flat_bytes
 
 # Requests of an operation after its first, added to its number.
@@ -147,15 +147,6 @@ class TwoLevelTransfer(TokenTransfer):
         yield from self._synchronise(operation + LAST)
         self._sum_nodes(forwards, own, others, out, add)
         return _merged(of_pairs[0], forwards, back[1][1]) if of_pairs else None
-
-    def _fetch_numbers(self, record: DispatchRecord, numbers: torch.Tensor) -> Steps[torch.Tensor]:
-        forwards, forwarded = _forwarded(record)
-        (buffers,) = yield from self._opened(WEIGHED, (numbers,), record)
-        n, own = sum(_sizes(forwards)[0]), gather_values(record.rows, buffers)
-        back = gather_values(forwarded, buffers), self._empty((n, self.config.top_k), torch.float32)
-        yield from self._give_back(WEIGHED, forwards, [back])
-        yield from self._synchronise(WEIGHED + LAST)
-        return _merged(own, forwards, back[1])
 
     def _tokens_by_node(self, physical_expert: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """Return which tokens have a kept pair on each other node: bool [nodes - 1, T]."""

@@ -28,7 +28,9 @@ from ....kernels import (
     QuantizedRows,
     RepeatedDispatch,
     WindowBarrier,
+    WindowSignals,
     copy_rows,
+    gather_values,
     offer_rows,
     push_rows,
     quantize_rows,
@@ -40,7 +42,7 @@ from ...transports.buffer_pool import BufferPool, BufferPoolTransport, capturing
 from ...transports.symmetric_memory.window import ALIGNMENT, window_size
 from ..config import DispatchConfig, round_up
 from ..dispatch_record import DispatchRecord, Tokens
-from .base import COMBINE, DISPATCH, UNDISPATCH, Delivery, Read, Shared, Steps, TokenTransfer
+from .base import COMBINE, DISPATCH, NUMBERS, UNDISPATCH, Delivery, Read, Shared, Steps, TokenTransfer
 
 _LAST = 1  # the second barrier of an operation, added to its number
 # Of a transfer; each keeps memory for the (token, k) pairs. More shapes are dispatched without.
@@ -339,6 +341,15 @@ class WindowTransfer(TokenTransfer):
             result = read(buffers, self._signals)
             self._windows.check()
         return result
+
+    def _fetch_numbers(self, record: DispatchRecord, numbers: torch.Tensor) -> Steps[torch.Tensor]:
+        """Return each pair's number of all ranks' `numbers`, float32 [rows]: [T, K]."""
+
+        def read(buffers: Sequence[Buffers], release: WindowSignals | None = None) -> list[torch.Tensor]:
+            return [gather_values(record.rows, buffers[0], release)]
+
+        (of_pairs,) = yield from self._fetch(NUMBERS, record, (numbers,), read)
+        return of_pairs
 
     def _copied_to_window(
         self,

@@ -188,7 +188,7 @@ def arguments_of_operators(**given_settings):
         (ops._dispatch_op, dispatched, (xs, ids, weights)),
         (ops._combine_op, xs, (records, values, weights, [None] * len(xs))),
         (ops._dispatch_backward_op, [*xs, *weights], (records, values, row_weights)),
-        (ops._combine_backward_op, [*values, *weights], (records, gradients, values)),
+        (ops._combine_backward_op, [*values, *row_weights], (records, gradients, values)),
     ):
         yield d, operator, (d.state, [torch.zeros_like(x) for x in outs], d.handle, *given)
 

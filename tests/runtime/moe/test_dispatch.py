@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 from variants import crossed
 
-from shardweave.errors import CapacityError
+from shardweave.errors import ArgumentError, CapacityError
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer.fixed import sendrecv_transfer
 from shardweave.runtime.statistics import stats
@@ -487,3 +487,15 @@ def test_strided_arguments():
     (routed,) = d.dispatch([x], [ids], [t.weights.bfloat16()])
     (y,) = d.combine([routed.x], [routed])
     torch.testing.assert_close(y, t.x * t.weights.bfloat16().float().sum(1, keepdim=True))
+
+
+def test_weights_that_need_gradients_of_a_dispatch_without_are_refused() -> None:
+    d = VirtualTokenDispatcher(2, num_experts=2, top_k=1, hidden=4, max_tokens=2, dtype=torch.float32)
+    ids = [torch.zeros(2, 1, dtype=torch.int64)] * 2
+    x, weights = [torch.ones(2, 4)] * 2, [torch.ones(2, 1, requires_grad=True)] * 2
+    with torch.no_grad():
+        routed = d.dispatch(x, ids, weights)
+    with pytest.raises(ArgumentError, match="routed: of a dispatch without gradients, with topk_weights that require"):
+        d.combine([r.x for r in routed], routed)
+    with torch.no_grad():
+        assert all(y.eq(1).all() for y in d.combine([r.x for r in routed], routed))

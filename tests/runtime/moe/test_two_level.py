@@ -277,11 +277,11 @@ def test_bytes_between_ranks_equal_floor(
             peer, number = ranks.forwarder(rank, node), sum(node in reached for reached in there)
             dropping = 8 if capacity is not None and routing != "none" and not in_chunks else 0
             # Rows, and per pair 6 bytes of expert and weight, of which two share a word; counts, and a gradient of
-            # each weight, twice: of combined and of received rows.
+            # each weight.
             want[rank, peer] += number * (2 * 4 * hidden + 4 * (k + 2)) + dropping
             for other in [r for r in range(size) if nodes[r] == node] if in_chunks else [peer]:
                 want[rank, other] += (experts + 2) * 4
-            want[peer, rank] += number * (2 * 4 * hidden + 2 * 4 * k)
+            want[peer, rank] += number * (2 * 4 * hidden + 4 * k)
     between = {(a, b): n for (a, b), n in sent.items() if n and nodes[a] != nodes[b]}
     assert between == {pair: n for pair, n in want.items() if n}
     assert in_chunks or sum(between.values()) == sum(sent.values())
