@@ -196,7 +196,10 @@ class TokenDispatcher(TokenEngine):
         text = f"token dispatch, {config.num_experts} experts, hidden {config.hidden}"
         self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
         pushed = pushed_inside(config, device, name)
-        kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else two_sided_transfer(config, pushed)
+        kind: type[TokenTransfer] = PushTransfer
+        if not self._transport.one_sided:
+            bounded = isinstance(self._transport, ProcessGroupTransport) and self._transport.has_tags
+            kind = two_sided_transfer(config, pushed, bounded)
         if self._transport.one_sided and self._transport.windows is not None:
             kind = DedupedTransfer if config.dedupe else WindowTransfer
         self._order = order_on(device)

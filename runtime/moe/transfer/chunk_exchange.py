@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,29 +72,75 @@ class ChunkExchange:
             group=self._group,
         )
 
+    def run_bounded(
+        self,
+        fingerprint: int,
+        sends: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        bounds: tuple[int, int],
+        length: Callable[[torch.Tensor], int],
+        new: Callable[[int], torch.Tensor],
+        collectives: bool = True,
+    ) -> Steps[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Exchange two parts of which the receivers know only a bound, and return those of each rank: uint8 tensors,
+        the second of which other bytes may follow. Only where the transport takes messages shorter than their memory.
+
+        Args:
+            sends: uint8 [bytes], for each rank; not empty.
+            bounds: the largest bytes of either part, equal on all ranks.
+            length: returns the bytes of the first part, given memory that begins with it.
+            new: returns memory of so many bytes.
+        """
+        results: list[Any] = list(sends)
+        if collectives and 0 < sum(bounds) <= self._limit:
+            arrived = yield from self._bytes_of_others(fingerprint, dict(enumerate(sends)))
+            for r, message in arrived.items():
+                n = length(message)
+                results[r] = message[:n], message[n:]
+            return results
+        for r in self._others:
+            results[r] = tuple(new(bound) for bound in bounds)
+        yield Transfer(
+            tuple((self._ranks[r], part) for r in self._others for part in sends[r]),
+            tuple((self._ranks[r], part) for r in self._others for part in results[r]),
+            fingerprint,
+            group=self._group,
+            bounded=True,
+        )
+        for r in self._others:
+            first, second = results[r]
+            results[r] = first[: length(first)], second
+        return results
+
     def _all_to_all(
         self, fingerprint: int, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]
     ) -> Steps[None]:
+        sends = {r: [part[r] for part in outgoing] for r in self._others}
+        arrived = yield from self._bytes_of_others(fingerprint, sends)
+        for r, message in arrived.items():
+            begin = 0
+            for part in incoming:
+                end = begin + len(part[r])
+                part[r].copy_(message[begin:end])
+                begin = end
+
+    def _bytes_of_others(
+        self, fingerprint: int, sends: Mapping[int, Sequence[torch.Tensor]]
+    ) -> Steps[dict[int, torch.Tensor]]:
+        """Send bytes to all other ranks in one all-to-all; return memory that begins with those of each."""
         assert self._group is not None
-        room, device = HEADER + self._limit, outgoing[0][0].device
+        room, device = HEADER + self._limit, sends[self._others[0]][0].device
         header = torch.empty(HEADER, dtype=torch.uint8, device=device)
         others = [r for r in self._order if r != self._me]
-        chunks = {r: [header, *(part[r] for part in outgoing)] for r in others}
         received = torch.empty(len(others) * room, dtype=torch.uint8, device=device)
         yield AllToAll(
             self._group,
-            torch.cat([piece for chunk in chunks.values() for piece in chunk]),
+            torch.cat([piece for r in others for piece in (header, *sends[r])]),
             received,
-            [sum(map(len, chunks.get(r, ()))) for r in self._order],
+            [0 if r == self._me else HEADER + sum(map(len, sends[r])) for r in self._order],
             [room * (r != self._me) for r in self._order],
             fingerprint,
         )
-        for r, chunk in zip(others, received.split(room), strict=True):
-            begin = HEADER
-            for part in incoming:
-                end = begin + len(part[r])
-                part[r].copy_(chunk[begin:end])
-                begin = end
+        return {r: received[i * room + HEADER : (i + 1) * room] for i, r in enumerate(others)}
 
 
 def _split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:

@@ -13,16 +13,22 @@ from ....planner import HOST_READ_US, NVLINK_INFINIBAND, Topology, price_levels,
 from ..config import DispatchConfig
 from .base import TokenTransfer
 from .fixed import FixedTransfer, sendrecv_transfer
+from .one_exchange import OneExchangeTransfer, goes_at_once
 from .sendrecv import SendRecvTransfer
 from .two_level_fixed import TwoLevelFixedTransfer
 from .two_level_push import TwoLevelPushTransfer
 from .two_level_sendrecv import TwoLevelSendRecvTransfer
 
 
-def two_sided_transfer(config: DispatchConfig, pushed: bool) -> type[TokenTransfer]:
-    """Return the transfer of two-sided transports; `pushed`: whether ranks of a node write into each other's memory."""
+def two_sided_transfer(config: DispatchConfig, pushed: bool, bounded: bool = False) -> type[TokenTransfer]:
+    """Return the transfer of two-sided transports.
+
+    Args:
+        pushed: whether ranks of a node write into each other's memory.
+        bounded: whether messages may be shorter than the memory that they are received in.
+    """
     if not config.two_level or config.nodes is None:
-        return sendrecv_transfer(config)
+        return OneExchangeTransfer if bounded and goes_at_once(config) else sendrecv_transfer(config)
     if config.chunk_rows is not None:
         return TwoLevelFixedTransfer
     return TwoLevelPushTransfer if pushed else TwoLevelSendRecvTransfer
@@ -106,7 +112,7 @@ def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTran
     kinds: list[type[TokenTransfer]] = [SendRecvTransfer, FixedTransfer]
     if transfer.two_level:
         kinds = [TwoLevelFixedTransfer, *kinds] if not transfer.fixed_size else [TwoLevelSendRecvTransfer, *kinds]
-    return [transfer, *[kind for kind in kinds if type(transfer) is not kind]]
+    return [transfer, *[kind for kind in kinds if not isinstance(transfer, kind)]]
 
 
 def _number_of(nodes: Collection[Hashable]) -> str:

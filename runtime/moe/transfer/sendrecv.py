@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ....kernels import Buffers, CountedPairs, Groups, locate_rows, push_rows
+from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows
 from ...statistics import stats
 from ...transports.base import TwoSidedTransport
 from ...transports.process_group import ProcessGroupTransport
@@ -78,10 +78,15 @@ class SendRecvTransfer(TokenTransfer):
         yield from self._exchange(operation, [sent], ones, [received], ones, 1)
         return Shared(own, counted, received)
 
-    def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
+    def _located(
+        self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor, rows: TokenRows | None = None
+    ) -> DispatchRecord:
+        """`rows`: those in this rank's chunks, if they are known."""
         groups = self._grouped(matrix, self.physical_experts)
         sizes, places, start = self._laid_out(matrix, groups)
-        rows = locate_rows(counted.physical_expert, counted.place, groups._replace(start=start), self.physical_experts)
+        if rows is None:
+            in_chunks = groups._replace(start=start)
+            rows = locate_rows(counted.physical_expert, counted.place, in_chunks, self.physical_experts)
         ranks = self.config.ranks
         sends, receives, padding, most = self._read(sizes).split((ranks, ranks, 1, 1))
         return DispatchRecord(weights, groups, rows, matrix, Chunks(sends, receives, padding, most, places))
