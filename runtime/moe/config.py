@@ -317,7 +317,7 @@ class DispatchConfig:
         pairs = self.ranks * self.most_pairs
         on_one_rank = max(b - a for a, b in pairwise(self.bounds))
         fits = self.batched or self.rows >= pairs + on_one_rank * (self.align - 1)
-        return fits and (self.expert_capacity or pairs) >= pairs and self.chunk_rows is None
+        return fits and (self.expert_capacity is None or self.expert_capacity >= pairs) and self.chunk_rows is None
 
     def is_active(self, rank: int) -> bool:
         return self.active_ranks is None or rank in self.active_ranks

@@ -198,8 +198,10 @@ class TokenDispatcher(TokenEngine):
         pushed = pushed_inside(config, device, name)
         kind: type[TokenTransfer] = PushTransfer
         if not self._transport.one_sided:
-            bounded = isinstance(self._transport, ProcessGroupTransport) and self._transport.has_tags
-            kind = two_sided_transfer(config, pushed, bounded)
+            backend = ""
+            if device.type == "cpu" and isinstance(self._transport, ProcessGroupTransport):
+                backend = self._transport.backend
+            kind = two_sided_transfer(config, pushed, backend)
         if self._transport.one_sided and self._transport.windows is not None:
             kind = DedupedTransfer if config.dedupe else WindowTransfer
         self._order = order_on(device)

@@ -47,8 +47,6 @@ class Transfer(NamedTuple):
     writes what is sent."""
     before_send: Callable[[int], None] | None = None
     """Called with the index of each send before it starts: packs it."""
-    bounded: bool = False
-    """The sizes of `receives` are upper bounds of what peers send: only where the transport takes shorter messages."""
 
 
 class StartTransfer(NamedTuple):

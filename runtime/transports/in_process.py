@@ -205,7 +205,7 @@ def _answered(rank: int, request: CommRequest, posted: dict[tuple[int, int], deq
         return None
     for peer, buffer in _receives(request):
         sent = received[peer][1].pop(0) if isinstance(received[peer][1], list) and received[peer][1] else None
-        if sent is not None and (isinstance(request, AllToAll) or request.bounded):
+        if sent is not None and isinstance(request, AllToAll):
             buffer = buffer[: sent.numel()]  # the receive size is an upper bound
         if sent is None or sent.shape != buffer.shape:
             raise DisagreementError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -61,7 +61,7 @@ class ChunkExchange:
         for sent, received in zip(outgoing, incoming, strict=True):
             received[self._me].copy_(sent[self._me])
         collectives = collectives and active is None
-        if collectives and 0 < most * sum(_row_nbytes(part.sends) for part in parts) <= self._limit:
+        if collectives and self.takes_at_once(most * sum(_row_nbytes(part.sends) for part in parts)):
             yield from self._all_to_all(fingerprint, outgoing, incoming)
             return
         others = self._others if active is None else [r for r in active if r != self._me]
@@ -72,61 +72,27 @@ class ChunkExchange:
             group=self._group,
         )
 
-    def run_bounded(
-        self,
-        fingerprint: int,
-        sends: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        bounds: tuple[int, int],
-        length: Callable[[torch.Tensor], int],
-        new: Callable[[int], torch.Tensor],
-        collectives: bool = True,
-    ) -> Steps[list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Exchange two parts of which the receivers know only a bound, and return those of each rank: uint8 tensors,
-        the second of which other bytes may follow. Only where the transport takes messages shorter than their memory.
-
-        Args:
-            sends: uint8 [bytes], for each rank; not empty.
-            bounds: the largest bytes of either part, equal on all ranks.
-            length: returns the bytes of the first part, given memory that begins with it.
-            new: returns memory of so many bytes.
-        """
-        results: list[Any] = list(sends)
-        if collectives and 0 < sum(bounds) <= self._limit:
-            arrived = yield from self._bytes_of_others(fingerprint, dict(enumerate(sends)))
-            for r, message in arrived.items():
-                n = length(message)
-                results[r] = message[:n], message[n:]
-            return results
-        for r in self._others:
-            results[r] = tuple(new(bound) for bound in bounds)
-        yield Transfer(
-            tuple((self._ranks[r], part) for r in self._others for part in sends[r]),
-            tuple((self._ranks[r], part) for r in self._others for part in results[r]),
-            fingerprint,
-            group=self._group,
-            bounded=True,
-        )
-        for r in self._others:
-            first, second = results[r]
-            results[r] = first[: length(first)], second
-        return results
+    def takes_at_once(self, nbytes: int) -> bool:
+        """Whether an all-to-all has room for `nbytes` from each rank to each other one."""
+        return 0 < nbytes <= self._limit
 
     def _all_to_all(
         self, fingerprint: int, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]
     ) -> Steps[None]:
         sends = {r: [part[r] for part in outgoing] for r in self._others}
-        arrived = yield from self._bytes_of_others(fingerprint, sends)
+        arrived = yield from self.bytes_of_others(fingerprint, sends)
         for r, message in arrived.items():
             begin = 0
             for part in incoming:
-                end = begin + len(part[r])
+                end = begin + part[r].numel()
                 part[r].copy_(message[begin:end])
                 begin = end
 
-    def _bytes_of_others(
+    def bytes_of_others(
         self, fingerprint: int, sends: Mapping[int, Sequence[torch.Tensor]]
     ) -> Steps[dict[int, torch.Tensor]]:
-        """Send bytes to all other ranks in one all-to-all; return memory that begins with those of each."""
+        """Send uint8 tensors, one after another, to each other rank in one all-to-all, which takes them at once. Return
+        for each memory that begins with what it sent: sizes need not be known."""
         assert self._group is not None
         room, device = HEADER + self._limit, sends[self._others[0]][0].device
         header = torch.empty(HEADER, dtype=torch.uint8, device=device)
@@ -136,7 +102,7 @@ class ChunkExchange:
             self._group,
             torch.cat([piece for r in others for piece in (header, *sends[r])]),
             received,
-            [0 if r == self._me else HEADER + sum(map(len, sends[r])) for r in self._order],
+            [0 if r == self._me else HEADER + sum(part.numel() for part in sends[r]) for r in self._order],
             [room * (r != self._me) for r in self._order],
             fingerprint,
         )

@@ -20,15 +20,15 @@ from .two_level_push import TwoLevelPushTransfer
 from .two_level_sendrecv import TwoLevelSendRecvTransfer
 
 
-def two_sided_transfer(config: DispatchConfig, pushed: bool, bounded: bool = False) -> type[TokenTransfer]:
+def two_sided_transfer(config: DispatchConfig, pushed: bool, backend: str = "") -> type[TokenTransfer]:
     """Return the transfer of two-sided transports.
 
     Args:
         pushed: whether ranks of a node write into each other's memory.
-        bounded: whether messages may be shorter than the memory that they are received in.
+        backend: of the process group, if all ranks exchange by it.
     """
     if not config.two_level or config.nodes is None:
-        return OneExchangeTransfer if bounded and goes_at_once(config) else sendrecv_transfer(config)
+        return OneExchangeTransfer if backend == "gloo" and goes_at_once(config) else sendrecv_transfer(config)
     if config.chunk_rows is not None:
         return TwoLevelFixedTransfer
     return TwoLevelPushTransfer if pushed else TwoLevelSendRecvTransfer
@@ -112,7 +112,8 @@ def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTran
     kinds: list[type[TokenTransfer]] = [SendRecvTransfer, FixedTransfer]
     if transfer.two_level:
         kinds = [TwoLevelFixedTransfer, *kinds] if not transfer.fixed_size else [TwoLevelSendRecvTransfer, *kinds]
-    return [transfer, *[kind for kind in kinds if not isinstance(transfer, kind)]]
+    same = SendRecvTransfer if isinstance(transfer, OneExchangeTransfer) else type(transfer)
+    return [transfer, *[kind for kind in kinds if kind is not same]]
 
 
 def _number_of(nodes: Collection[Hashable]) -> str:

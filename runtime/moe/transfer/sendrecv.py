@@ -10,13 +10,14 @@ Messages carry a fingerprint of their operation, so that no rank takes the chunk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows
+from ....kernels import Buffers, CountedPairs, Groups, locate_rows, push_rows
 from ...statistics import stats
 from ...transports.base import TwoSidedTransport
 from ...transports.process_group import ProcessGroupTransport
@@ -25,6 +26,8 @@ from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
 from .base import ROUTING, Delivery, Read, Shared, Steps, TokenTransfer
 from .chunk_exchange import ChunkExchange, Rows
+
+_LEAST_POOLED = 1 << 16  # bytes
 
 
 class SendRecvTransfer(TokenTransfer):
@@ -78,18 +81,16 @@ class SendRecvTransfer(TokenTransfer):
         yield from self._exchange(operation, [sent], ones, [received], ones, 1)
         return Shared(own, counted, received)
 
-    def _located(
-        self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor, rows: TokenRows | None = None
-    ) -> DispatchRecord:
-        """`rows`: those in this rank's chunks, if they are known."""
+    def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
         groups = self._grouped(matrix, self.physical_experts)
         sizes, places, start = self._laid_out(matrix, groups)
-        if rows is None:
-            in_chunks = groups._replace(start=start)
-            rows = locate_rows(counted.physical_expert, counted.place, in_chunks, self.physical_experts)
+        rows = locate_rows(counted.physical_expert, counted.place, groups._replace(start=start), self.physical_experts)
+        return DispatchRecord(weights, groups, rows, matrix, self._chunks_of(sizes, places))
+
+    def _chunks_of(self, sizes: torch.Tensor, places: torch.Tensor) -> Chunks:
         ranks = self.config.ranks
         sends, receives, padding, most = self._read(sizes).split((ranks, ranks, 1, 1))
-        return DispatchRecord(weights, groups, rows, matrix, Chunks(sends, receives, padding, most, places))
+        return Chunks(sends, receives, padding, most, places)
 
     def _laid_out(self, matrix: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Lay out the chunks on the device, in tensors of fixed shapes.
@@ -194,7 +195,9 @@ class SendRecvTransfer(TokenTransfer):
         return returned
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if self.device.type == "cpu" and isinstance(self.transport, ProcessGroupTransport):
+        pages = self.device.type == "cpu" and isinstance(self.transport, ProcessGroupTransport)
+        # What is small comes from memory that the allocator keeps anyway.
+        if pages and math.prod(shape) * dtype.itemsize >= _LEAST_POOLED:
             return pooled(shape, dtype)
         return super()._empty(shape, dtype)
 

@@ -16,8 +16,10 @@ from variants import crossed
 
 from shardweave.errors import ArgumentError, CapacityError
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer.fixed import sendrecv_transfer
+from shardweave.runtime.moe.transfer.levels import two_sided_transfer
+from shardweave.runtime.moe.transfer.one_exchange import OneExchangeTransfer
 from shardweave.runtime.statistics import stats
+from shardweave.runtime.transports import in_process
 from shardweave.runtime.transports.in_process import InProcessTransport
 
 
@@ -76,12 +78,16 @@ def check(dispatcher, tokens, matrices, dtype, weighted=True, kept=None):
 def check_two_sided(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True) -> None:
     """Check that two-sided transfers give bitwise equal results."""
     collected = virtual_moe(d, tokens, matrices, weighted)
-    transport, ranks = InProcessTransport(one_sided=False), tuple(range(d.config.ranks))
+    ranks, device, fingerprint = tuple(range(d.config.ranks)), torch.device("cpu"), d.config.fingerprint(0)
     # Chunks of fixed size, with room for all rows of a rank, need no host read.
-    for chunk_capacity, reads in ((None, 1), (d.config.max_tokens * d.config.top_k, 0)):
+    cases = [(None, "", 1), (d.config.max_tokens * d.config.top_k, "", 0)]
+    if len(ranks) > 1:
+        cases.append((None, "gloo", 1))
+    for chunk_capacity, backend, reads in cases:
         other = copy.copy(d)
         other.config = dataclasses.replace(d.config, chunk_capacity=chunk_capacity)
-        kind, device, fingerprint = sendrecv_transfer(other.config), torch.device("cpu"), d.config.fingerprint(0)
+        transport, kind = InProcessTransport(False, backend), two_sided_transfer(other.config, False, backend)
+        assert issubclass(kind, OneExchangeTransfer) == (backend == "gloo" and d.config.has_room_for_all)
         other.transfers = [kind(other.config, transport, ranks, r, device, fingerprint) for r in ranks]
         before = stats().host_reads["counts of a token dispatch"]
         for got, want in zip(virtual_moe(other, tokens, matrices, weighted)[:4], collected, strict=False):
@@ -499,3 +505,27 @@ def test_weights_that_need_gradients_of_a_dispatch_without_are_refused() -> None
         d.combine([r.x for r in routed], routed)
     with torch.no_grad():
         assert all(y.eq(1).all() for y in d.combine([r.x for r in routed], routed))
+
+
+@pytest.mark.parametrize("hidden, exchanges", [(8, 1), (30_000, 2)])
+def test_small_dispatch_on_gloo_is_one_exchange(hidden: int, exchanges: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger ones, and those in which pairs may be dropped, exchange counts first."""
+    requests: Counter[int] = Counter()
+
+    def counted(rank, request, posted):
+        requests[rank] += 1
+        post(rank, request, posted)
+
+    post = in_process._post
+    monkeypatch.setattr(in_process, "_post", counted)
+    settings = {"num_experts": 6, "top_k": 2, "hidden": hidden, "max_tokens": 5, "dtype": torch.float32}
+    for more, most in ({}, exchanges), ({"expert_capacity": 3, "overflow": "drop"}, 2):
+        d = VirtualTokenDispatcher(3, **settings, **more)
+        transport = InProcessTransport(False, "gloo")
+        kind = two_sided_transfer(d.config, False, "gloo")
+        d.transfers = [kind(d.config, transport, (0, 1, 2), r, torch.device("cpu"), 0) for r in range(3)]
+        tokens = [tokens_of(r, 5, 2, 6, hidden, torch.float32, "zipf") for r in range(3)]
+        requests.clear()
+        with torch.no_grad():
+            d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
+        assert requests == dict.fromkeys(range(3), most)
