@@ -35,7 +35,7 @@ from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
 from .transfer.base import BACKGROUND, COMBINE, DISPATCH, OPERATIONS, Steps, TokenTransfer
 from .transfer.dedupe import DedupedTransfer, with_dedupe
-from .transfer.levels import pushed_inside, two_sided_transfer, with_levels, with_splits
+from .transfer.levels import pushed_inside, two_sided_transfer, windows_inside, with_levels, with_splits
 from .transfer.push import PushTransfer
 from .transfer.window import WindowTransfer
 from .validate import check_combine, check_dispatch, packed_tokens
@@ -195,8 +195,8 @@ class TokenDispatcher(TokenEngine):
         self._descriptions |= {o + BACKGROUND: f"{OPERATIONS[o]}_start of {description}" for o in (DISPATCH, COMBINE)}
         text = f"token dispatch, {config.num_experts} experts, hidden {config.hidden}"
         self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
-        pushed = pushed_inside(config, device, name)
-        kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else two_sided_transfer(config, pushed)
+        inside = pushed_inside(config, device, name), windows_inside(config.nodes, name)
+        kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else two_sided_transfer(config, *inside)
         if self._transport.one_sided and self._transport.windows is not None:
             kind = DedupedTransfer if config.dedupe else WindowTransfer
         self._order = order_on(device)
@@ -238,7 +238,8 @@ class TokenDispatcher(TokenEngine):
             if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
                 config = replace(config, nodes=current_transports().machines.nodes_of(ranks))
             if device.type == "cuda" and not chosen.one_sided and config.splits is None:
-                config, why = with_splits(config, current_transports().machines.nodes_of(ranks))
+                nodes = current_transports().machines.nodes_of(ranks)
+                config, why = with_splits(config, nodes, windows_inside(nodes, name))
             if not chosen.one_sided:
                 topology = partial(current_transports().machines.find_topology, tuple(sorted(ranks)), device)
                 config, levels = with_levels(config, device, name, topology)
