@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from rank_processes import end_ranks, interpreted, run_ranks
 from sync_guard import SyncGuard, on_the_host
 from test_phases import phased_rounds
-from test_processes import SETTINGS, given, leaf, rounds_of, virtual_rounds
+from test_processes import SETTINGS, given, leaf, raw, rounds_of, virtual_rounds
 from test_windows import Listed, digest, odd_tokens, trained
 
 import shardweave
@@ -158,6 +158,7 @@ ODD: dict[str, dict[str, Any]] = {
     "rows": {"capacity": 9, "overflow": "drop"},
     "groups": {"layout": "batched", "expert_capacity": 4, "overflow": "drop", "pooled_buffers": 2},
     "chunks": {"chunk_capacity": 3, "overflow": "drop", "save": "redispatch"},
+    "no room": {"chunk_capacity": 0, "overflow": "drop"},
     "replicas": {"expert_map": [[0, 1, 2], [], [4, 0], [3, 4, 1]], "save": "copy"},
     "odd rows": {"dtype": torch.float32, "hidden": 7, "align": 8, "zero_rows": True},
     "one": {"dtype": torch.float16, "hidden": 1, "top_k": 1},
@@ -172,8 +173,15 @@ def odd_settings(rank: int, nodes: Sequence[int], names: Sequence[str]) -> list[
         d, settings = new_dispatcher(**ODD[name]), {**SETTINGS, **ODD[name]}
         for i in range(2):
             collected += trained(Listed(d), settings, [odd_tokens(settings, rank, i)])
+        collected.append(loads(Listed(d), settings, [rank])[0])
         d.check()
     return collected
+
+
+def loads(d: Any, settings: dict[str, Any], ranks: Sequence[int]) -> list[list[bytes]]:
+    tokens = [odd_tokens(settings, rank, 2) for rank in ranks]
+    routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
+    return [[raw(r.load().per_source), raw(r.dropped)] for r in routed]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +204,8 @@ def test_unusual_settings_equal_virtual_ranks(nodes: list[int], names: tuple[str
             by_rank = trained(d, settings, [odd_tokens(settings, rank, i) for rank in range(len(nodes))])
             for of_rank, got in zip(want, by_rank, strict=True):
                 of_rank.append(got)
+        for of_rank, got in zip(want, loads(d, settings, range(len(nodes))), strict=True):
+            of_rank.append(got)
     assert run_ranks(odd_settings, len(nodes), nodes, names) == want
 
 
@@ -247,3 +257,51 @@ def test_missing_rank_raises_on_all_nodes() -> None:
     ends = end_ranks(never_combines, 4, environment={"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "3"})
     assert [end.error is None for end in ends] == [rank == 1 for rank in range(4)], ends
     assert all(end.error in (None, "MeetingTimeoutError", "PeerError") for end in ends), ends
+
+
+def refuses(rank: int) -> str:
+    d, t = new_dispatcher(), given(rank, 1)
+    d.dispatch(t.x, t.ids, t.weights)
+    d.dispatch(t.x[:, :8] if rank == 1 else t.x, t.ids, t.weights)
+    return "not refused"
+
+
+def disagrees(rank: int) -> str:
+    first, second, t = new_dispatcher(), new_dispatcher(), given(rank, 1)
+    (second if rank == 1 else first).dispatch(t.x, t.ids, t.weights)
+    return "not noticed"
+
+
+@pytest.mark.parametrize("function, error", [(refuses, "ArgumentError"), (disagrees, "DisagreementError")])
+def test_wrong_call_of_a_rank_raises_on_all_nodes(function: Callable[[int], str], error: str) -> None:
+    ends = end_ranks(function, 4, environment={"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "20"})
+    assert ends[1].error == error, ends[1]
+    for rank in (0, 2, 3):
+        assert ends[rank].error in ("DisagreementError", "PeerError"), ends[rank]
+
+
+def compiled(rank: int, nodes: Sequence[int], compiles: bool) -> list[bytes]:
+    on_nodes(nodes)
+    d, collected = new_dispatcher(), []
+
+    def layers(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            routed = d.dispatch(x, ids, weights)
+            x = d.combine(torch.tanh(routed.x), routed, add=x)
+        return x
+
+    run = torch.compile(layers, backend="aot_eager", fullgraph=True) if compiles and rank == 0 else layers
+    for i in range(2):
+        t = given(rank, i)
+        x, weights = leaf(t.x), leaf(t.weights)
+        y = run(x, t.ids, weights)
+        y.backward(t.gradient)
+        collected += [raw(y), raw(x.grad), raw(weights.grad)]
+    d.check()
+    return collected
+
+
+@pytest.mark.long
+def test_compiled_equals_eager() -> None:
+    nodes = [0, 1, 1, 0]
+    assert run_ranks(compiled, 4, nodes, True) == run_ranks(compiled, 4, nodes, False)
