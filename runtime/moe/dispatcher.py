@@ -139,7 +139,8 @@ class TokenDispatcher(TokenEngine):
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise
             on the device, so that the host does not wait for peers, and a call like an earlier one may be captured in
-            a CUDA graph; if the ranks are on several nodes, chunks travel between all of them as with "process_group".
+            a CUDA graph; if they are on several nodes, so they do inside each on two levels with splits="fixed", beside
+            messages between nodes; otherwise chunks travel between all of them as with "process_group".
 
     Raises:
         ArgumentError: a number or name that is not allowed. Peers are told, here and with an UnsupportedError.
@@ -438,7 +439,8 @@ class TokenDispatcher(TokenEngine):
           within a call fails that call, which invalidates the transport for good: mask it out before. The rank that
           hosts the process group's store has to be running, unless active ranks have made a call together before.
         - "hierarchical" on two levels: on one level while ranks are masked out.
-        - "symmetric_memory": not supported, because all ranks of the group synchronise on the device.
+        - "symmetric_memory": not supported on one node, because all ranks of the group synchronise on the device. On
+          several nodes in messages, on one level while ranks are masked out.
 
         Args:
             ranks: numbered within the group, 0 to W - 1, as in `expert_map`; None: all.

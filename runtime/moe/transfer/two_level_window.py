@@ -12,7 +12,7 @@ A rank that is alone on its node has the same memory, but nobody to signal to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ import torch
 from ....kernels import Buffers, CountedPairs, WindowBarrier, WindowSignals, locate_rows
 from ...transports.buffer_pool import BufferPoolTransport
 from ...transports.hierarchical import HierarchicalSymmetricMemoryTransport
-from ..dispatch_record import DispatchRecord, Tokens
+from ..dispatch_record import DispatchRecord, Forwards, Tokens
 from .base import DISPATCH, Delivery, Steps
 from .fixed import with_counts
 from .two_level import COUNTS, LAST, Sent
@@ -57,6 +57,7 @@ class TwoLevelWindowTransfer(TokenPlaces, WindowTransfer):
             return (yield from super().dispatch(tokens, outs, record))
         own = outs or (self._rows_to_receive(), self._new_numbers(), *self._new_scales())
         into, counted, _ = yield from self._share(DISPATCH, own, tokens.ids)
+        self._windows.check()  # other nodes would wait for rows that are not sent
         assert counted is not None
         matrix = yield from self._counts_of_all(counted)
         record, sent, receives, forwarding = self._route(tokens, counted, matrix, own[1])
@@ -128,9 +129,22 @@ class TwoLevelWindowTransfer(TokenPlaces, WindowTransfer):
         (of_pairs,) = self._checked([(yield from super()._fetch_numbers(record, numbers))])
         return of_pairs
 
+    def _give_back(
+        self,
+        operation: int,
+        forwards: Forwards,
+        tensors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        during_wait: Callable[[], None] | None = None,
+    ) -> Steps[None]:
+        self._overwrite_if_failed([outgoing for outgoing, _ in tensors])
+        yield from super()._give_back(operation, forwards, tensors, during_wait)
+
     def _checked(self, of_pairs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return numbers, overwritten if this rank has failed: those of other nodes have been added since."""
-        for numbers in of_pairs:
-            self._windows.signal(self._window, "poison", poison=numbers)
+        self._overwrite_if_failed(of_pairs)
         self._windows.check()
         return of_pairs
+
+    def _overwrite_if_failed(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._windows.signal(self._window, "poison", poison=tensor)

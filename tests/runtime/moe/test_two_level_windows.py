@@ -275,9 +275,9 @@ def disagrees(rank: int) -> str:
 @pytest.mark.parametrize("function, error", [(refuses, "ArgumentError"), (disagrees, "DisagreementError")])
 def test_wrong_call_of_a_rank_raises_on_all_nodes(function: Callable[[int], str], error: str) -> None:
     ends = end_ranks(function, 4, environment={"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "20"})
-    assert ends[1].error == error, ends[1]
-    for rank in (0, 2, 3):
-        assert ends[rank].error in ("DisagreementError", "PeerError"), ends[rank]
+    errors = [end.error for end in ends]
+    assert error in errors[:2] and set(errors) <= {error, "DisagreementError", "PeerError"}, ends
+    assert errors[1] == error or function is disagrees, ends[1]
 
 
 def compiled(rank: int, nodes: Sequence[int], compiles: bool) -> list[bytes]:
