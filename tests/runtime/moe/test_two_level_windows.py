@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import test_no_sync
 import test_payloads
 import test_quantized_output
+import test_windows
 import torch
 from rank_processes import end_ranks, interpreted, run_ranks
 from sync_guard import SyncGuard, on_the_host
 from test_phases import phased_rounds
-from test_processes import SETTINGS, given, leaf, raw, rounds_of, virtual_rounds
-from test_windows import Listed, digest, odd_tokens, trained
+from test_processes import SETTINGS, E, given, leaf, raw, rounds_of, virtual_rounds
+from test_windows import digest, odd_tokens, trained
 
 import shardweave
 from shardweave import kernels
@@ -166,22 +169,58 @@ ODD: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def odd_settings(rank: int, nodes: Sequence[int], names: Sequence[str]) -> list[list[bytes]]:
-    on_nodes(nodes)
-    collected = []
-    for name in names:
-        d, settings = new_dispatcher(**ODD[name]), {**SETTINGS, **ODD[name]}
+def random_settings(seed: int, ranks: int) -> dict[str, Any]:
+    draw = random.Random(seed)
+    more: dict[str, Any] = {
+        "dtype": draw.choice([torch.float32, torch.bfloat16, torch.float16]), "hidden": draw.choice([1, 7, 24, 64]),
+        "top_k": draw.randint(1, 5), "align": draw.choice([1, 4, 8]), "max_tokens": draw.choice([1, 5, 12]),
+        "save": draw.choice(["buffer", "copy", "redispatch"]), "pooled_buffers": draw.randint(0, 3),
+        "zero_rows": draw.choice([True, False]), "overflow": "drop",
+    }  # fmt: skip
+    if draw.random() < 0.5:
+        more["chunk_capacity"] = draw.choice([1, 4, 1.5])
+    if draw.random() < 0.5:
+        more["expert_capacity"] = draw.randint(0, 6)
+    if draw.random() < 0.3:
+        more["capacity"] = draw.choice([8, 16])
+    if draw.random() < 0.5:
+        of_rank = [[e for e in range(E) if draw.random() < 0.5 or e % ranks == r] for r in range(ranks)]
+        more["expert_map"] = of_rank
+    return more
+
+
+def results_of(make: Callable[..., Any], several: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[list[Any]]:
+    """Of each rank, of dispatchers of some ranks or of all, which have lists."""
+    collected: list[list[Any]] = [[] for _ in ranks]
+    for more in several:
+        d, settings = make(**more), {**SETTINGS, **more}
         for i in range(2):
-            collected += trained(Listed(d), settings, [odd_tokens(settings, rank, i)])
-        collected.append(loads(Listed(d), settings, [rank])[0])
+            by_rank = trained(d, settings, [odd_tokens(settings, rank, i) for rank in ranks])
+            for of_rank, got in zip(collected, by_rank, strict=True):
+                of_rank.append(got)
+        tokens = [odd_tokens(settings, rank, 2) for rank in ranks]
+        routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
+        for of_rank, r in zip(collected, routed, strict=True):
+            of_rank.append([raw(r.load().per_source), raw(r.dropped)])
         d.check()
     return collected
 
 
-def loads(d: Any, settings: dict[str, Any], ranks: Sequence[int]) -> list[list[bytes]]:
-    tokens = [odd_tokens(settings, rank, 2) for rank in ranks]
-    routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
-    return [[raw(r.load().per_source), raw(r.dropped)] for r in routed]
+class Listed(test_windows.Listed):
+    def check(self) -> None:
+        self.d.check()
+
+
+def in_windows(rank: int, nodes: Sequence[int], several: Sequence[dict[str, Any]]) -> list[Any]:
+    on_nodes(nodes)
+    return results_of(lambda **more: Listed(new_dispatcher(**more)), several, [rank])[0]
+
+
+def on_one_level(nodes: Sequence[int], several: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """Rows beyond a chunk are dropped there as well."""
+    make = partial(shardweave.VirtualTokenDispatcher, len(nodes), one_sided=False, nodes=nodes)
+    fixed = {**FIXED, "two_level": False}
+    return results_of(lambda **more: make(**{**SETTINGS, **fixed, **more}), several, range(len(nodes)))
 
 
 @pytest.mark.parametrize(
@@ -193,20 +232,25 @@ def loads(d: Any, settings: dict[str, Any], ranks: Sequence[int]) -> list[list[b
     ids=str,
 )
 def test_unusual_settings_equal_virtual_ranks(nodes: list[int], names: tuple[str, ...]) -> None:
-    want: list[list] = [[] for _ in nodes]
-    for name in names:
-        settings = {**SETTINGS, **ODD[name]}
-        # Rows beyond a chunk are dropped on one level as well.
-        d = shardweave.VirtualTokenDispatcher(
-            len(nodes), one_sided=False, nodes=nodes, two_level=False, splits="fixed", **settings
-        )
-        for i in range(2):
-            by_rank = trained(d, settings, [odd_tokens(settings, rank, i) for rank in range(len(nodes))])
-            for of_rank, got in zip(want, by_rank, strict=True):
-                of_rank.append(got)
-        for of_rank, got in zip(want, loads(d, settings, range(len(nodes))), strict=True):
-            of_rank.append(got)
-    assert run_ranks(odd_settings, len(nodes), nodes, names) == want
+    several = [ODD[name] for name in names]
+    assert run_ranks(in_windows, len(nodes), nodes, several) == on_one_level(nodes, several)
+
+
+@pytest.mark.long
+def test_unusual_settings_by_interpreted_kernels() -> None:
+    given_here = "[0, 1, 1, 0], list(t.ODD.values())"
+    expression = f"t.run_ranks(t.in_windows, 4, {given_here}) == t.on_one_level({given_here})"
+    assert interpreted("test_two_level_windows", expression) == "True"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [[0, 1, 0, 1, 0], [0, 1, 1, 2, 1], [0, 0, 1, 1, 2, 2]], ids=str)
+def test_random_settings_equal_virtual_ranks(nodes: list[int]) -> None:
+    several = [random_settings(100 * len(nodes) + seed, len(nodes)) for seed in range(16)]
+    found, want = run_ranks(in_windows, len(nodes), nodes, several), on_one_level(nodes, several)
+    for rank in range(len(nodes)):
+        for i, (got, wanted) in enumerate(zip(found[rank], want[rank], strict=True)):
+            assert got == wanted, (rank, several[i // 3])
 
 
 def packed_rows(rank: int, nodes: Sequence[int]) -> list[list[bytes]]:
