@@ -14,7 +14,7 @@ import test_payloads
 import test_quantized_output
 import test_windows
 import torch
-from rank_processes import end_ranks, interpreted, run_ranks
+from rank_processes import OWN_GPUS, end_ranks, interpreted, run_ranks
 from sync_guard import SyncGuard, on_the_host
 from test_phases import phased_rounds
 from test_processes import SETTINGS, E, given, leaf, raw, rounds_of, virtual_rounds
@@ -349,3 +349,19 @@ def compiled(rank: int, nodes: Sequence[int], compiles: bool) -> list[bytes]:
 def test_compiled_equals_eager() -> None:
     nodes = [0, 1, 1, 0]
     assert run_ranks(compiled, 4, nodes, True) == run_ranks(compiled, 4, nodes, False)
+
+
+def on_a_gpu(rank: int) -> str:
+    assert type(TokenDispatcher(**SETTINGS, **FIXED, device="cuda", transport="symmetric_memory").transfers[0]) is (
+        TwoLevelWindowTransfer
+    )
+    return digest(rounds_of(rank, "symmetric_memory", device="cuda", **FIXED))
+
+
+@pytest.mark.multigpu
+def test_gpus_of_two_nodes_equal_virtual_ranks() -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs; 4 are needed")
+    found = run_ranks(on_a_gpu, 4, environment={"SHARDWEAVE_NODE_SIZE": "2", **OWN_GPUS}, timeout=300)
+    # On the same device: torch sums in other orders on CPUs.
+    assert found == [digest(rounds) for rounds in virtual_rounds(4, device="cuda", nodes=[0, 0, 1, 1])]
