@@ -9,7 +9,6 @@ from typing import Any
 from ...planner import reached_shares
 from .config import DispatchConfig
 from .transfer.base import TokenTransfer, pair_words
-from .transfer.two_level import most_sent
 
 Algorithm = TokenTransfer | type[TokenTransfer]
 """How rows travel: a transfer, or its class."""
@@ -192,7 +191,7 @@ def _between_nodes(config: DispatchConfig, to_all: bool, chunk_capacity: int | N
     shares = [len(members) / config.ranks for members in ranks.members]
     reached = [1 - (1 - share) ** k for share in shares]  # of the tokens, those with an expert on each node
     even = math.ceil(config.max_tokens * (sum(reached) - min(reached)))
-    most = most_sent(config, chunk_capacity)
+    most = ranks.most_sent(config.max_tokens, k, chunk_capacity)
     if chunk_capacity is not None:
         even = most
     row = config.hidden * config.dtype.itemsize

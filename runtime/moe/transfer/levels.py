@@ -43,8 +43,9 @@ def pushed_inside(config: DispatchConfig, device: torch.device, transport: str) 
 
 
 def windows_inside(nodes: Sequence[Hashable] | None, transport: str) -> bool:
-    """Whether ranks of a node have windows on two levels with messages of fixed size, and some node has several."""
-    return transport == SYMMETRIC and nodes is not None and max(Counter(nodes).values()) > 1
+    """Whether ranks of a node have windows on two levels with messages of fixed size, and some of several nodes has
+    more than one rank."""
+    return transport == SYMMETRIC and nodes is not None and 1 < len(set(nodes)) < len(nodes)
 
 
 def with_levels(

@@ -75,7 +75,8 @@ class TwoLevelTransfer(TokenTransfer):
         ranks = config.node_ranks
         assert ranks is not None
         k, row = config.top_k, max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes)
-        sent, forwarded = most_sent(config, chunk_capacity), most_forwarded(config, chunk_capacity)
+        sent = ranks.most_sent(config.max_tokens, k, chunk_capacity)
+        forwarded = ranks.most_forwarded(config.max_tokens, chunk_capacity)
         purposes[ROUTING] += sent * 8 + forwarded * 12 * k
         messages = "tokens and sums sent and received, and sums of this node"
         return {**purposes, messages: (sent + forwarded + config.max_tokens) * row}
@@ -384,26 +385,6 @@ class TwoLevelTransfer(TokenTransfer):
         yield Transfer(
             outgoing, incoming, self.fingerprint + operation, group=self._group, during_wait=during_wait
         )  # fmt: skip
-
-
-def most_sent(config: DispatchConfig, chunk_capacity: int | None) -> int:
-    """Return the tokens that a rank sends to other nodes, at most."""
-    ranks = config.node_ranks
-    assert ranks is not None
-    if chunk_capacity is None:
-        return config.max_tokens * min(config.top_k, len(ranks.members) - 1)
-    places = ranks.token_places(config.max_tokens, chunk_capacity)
-    return sum(places) - min(places)
-
-
-def most_forwarded(config: DispatchConfig, chunk_capacity: int | None) -> int:
-    """Return the tokens that a rank forwards, at most."""
-    ranks = config.node_ranks
-    assert ranks is not None
-    most = [config.max_tokens] * len(ranks.members)
-    if chunk_capacity is not None:
-        most = ranks.token_places(config.max_tokens, chunk_capacity)
-    return max(len(ranks.sources(rank)) * most[node] for rank, node in enumerate(ranks.nodes))
 
 
 def _sizes(forwards: Forwards) -> tuple[list[int], list[int]]:

@@ -23,7 +23,7 @@ from ..dispatch_record import Chunks, DispatchRecord, Tokens
 from .base import DISPATCH, Delivery, Steps, copied
 from .chunk_exchange import Rows
 from .sendrecv import SendRecvTransfer
-from .two_level import COUNTS, Sent, most_forwarded
+from .two_level import COUNTS, Sent
 from .two_level_counts import CountsOfAll, Forwarding
 
 
@@ -53,12 +53,13 @@ class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
         # Chunks have the rows of forwarded tokens, too.
         (chunks,) = [purpose for purpose in purposes if purpose.startswith("chunks")]
         row = max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes, config.combined_nbytes)
+        ranks = config.node_ranks
+        assert ranks is not None
         if chunk_capacity is not None:
-            ranks = config.node_ranks
-            assert ranks is not None
             sent = [len(ranks.members[node]) * (1 + len(ranks.sources(r))) for r, node in enumerate(ranks.nodes)]
             return {**purposes, chunks: (max(sent) + config.ranks) * chunk_capacity * row}
-        return {**purposes, chunks: purposes[chunks] + most_forwarded(config, None) * config.top_k * row}
+        forwarded = ranks.most_forwarded(config.max_tokens, None)
+        return {**purposes, chunks: purposes[chunks] + forwarded * config.top_k * row}
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -410,7 +410,7 @@ def test_windows_inside_nodes_are_chosen_by_price() -> None:
         kind = TwoLevelWindowTransfer if fixed else TwoLevelSendRecvTransfer
         assert two_sided_transfer(chosen, False, windows_inside(nodes, name)) is kind
     assert not windows_inside([0, 1, 2], name) and not windows_inside([0, 0, 1], "process_group")
-    assert not windows_inside(None, name)
+    assert not windows_inside(None, name) and not windows_inside([0, 0], name) and windows_inside([0, 1, 0], name)
 
 
 @pytest.mark.plan
