@@ -95,7 +95,7 @@ def layer_under_the_guard(rank: int) -> None:
     assert stats().host_reads.total() == before
 
 
-@pytest.mark.parametrize("size, node_size", [(4, 2), (3, 2)])
+@pytest.mark.parametrize("size, node_size", [(4, 2), pytest.param(3, 2, marks=pytest.mark.long)])
 def test_interpreted_kernels_equal_virtual_ranks(size: int, node_size: int) -> None:
     virtual = (
         f"[t.digest(r) for r in t.virtual_rounds({size}, rounds=1, nodes=[r // {node_size} for r in range({size})])]"
