@@ -10,7 +10,7 @@ from shardweave.kernels.tokens.rows import PAYLOADS
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.report import explain, to_dict
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer
-from shardweave.runtime.moe.transfer.levels import with_splits
+from shardweave.runtime.moe.transfer.levels import SYMMETRIC, windows_inside, with_splits
 from shardweave.runtime.moe.transfer.push import PushTransfer
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
 from shardweave.runtime.moe.transfer.window import WindowTransfer
@@ -58,8 +58,12 @@ def text(
         return json.dumps(to_dict(config, ALGORITHMS), indent=1)
     lines = [explain(config, ALGORITHMS)]
     if config.splits is None:
-        _, why = with_splits(config, [rank // GPUS_OF_A_NODE for rank in range(ranks)])
+        nodes = [rank // GPUS_OF_A_NODE for rank in range(ranks)]
+        _, why = with_splits(config, nodes)
         lines.append(f"  on GPUs with a two-sided transport, {GPUS_OF_A_NODE} per node: {why}")
+        if windows_inside(nodes, SYMMETRIC):
+            _, why = with_splits(config, nodes, True)
+            lines.append(f'  with transport="symmetric_memory": {why}')
     return "\n".join(lines)
 
 

@@ -173,6 +173,8 @@ def signal(
         poison: a contiguous tensor to overwrite if this rank has failed: with NaN, or with the dtype's largest value
             where it has no NaN.
     """
+    if not channel.peers:
+        return
     if channel.cpu_path:
         signal_cpu(channel, send, wait, credit, fingerprint, limit, poison)
         return
@@ -189,7 +191,7 @@ def build_signal(channel: Channel, *, send: bool = False, wait: bool = False, cr
                  poison: torch.dtype | None = None) -> None:  # fmt: skip
     """Compile and load the launch of `signal` with these arguments and an output of dtype `poison`, ahead of a CUDA
     graph capture, which cannot."""
-    if not channel.cpu_path:
+    if channel.peers and not channel.cpu_path:
         _prepare(channel, send, wait, credit, poison)
 
 

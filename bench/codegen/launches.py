@@ -391,6 +391,7 @@ def dispatches(layers: Iterable[Layer]) -> Iterator[Run]:
     for dtype in (torch.bfloat16, torch.float32):
         yield "a layer of 8 ranks with pooled buffers", partial(_pooled, dtype)
         yield "a layer of 8 ranks to which tokens cross once", partial(_once_per_rank, dtype)
+        yield "a layer of nodes of 8 ranks", partial(_two_levels, dtype)
 
 
 def _train(layer: Layer) -> None:
@@ -503,6 +504,33 @@ def _once_per_rank(dtype: torch.dtype) -> None:
     assert quantized is not None
     how = QuantizedRows(QUANTIZATIONS["fp8_128"], quantized.begins[1])
     push_sums(empty(1024, quantized.words), table.row, table.weight, of_all, how)
+
+
+def _two_levels(dtype: torch.dtype) -> None:
+    """Rows of a rank's own tokens and of those that it forwards, which are pushed and summed inside its node one after
+    the other; only the last launch signals."""
+    size, tokens, k, hidden = 8, 128, 8, 7168
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=_NOWHERE)
+
+    groups = group_rows(empty(size, 257), PhysicalExperts.divided(tuple(range(0, 257, 32)), _NOWHERE), 0, 1024)
+    rows, index, error = TokenRows(empty(tokens, k), empty(tokens, k)), empty(size), empty(1, dtype=torch.int64)
+    weights, numbers = empty(tokens, k, dtype=torch.float32), Buffers([empty(1024, dtype=torch.float32)] * size)
+    signals = _window(size).signals(1)
+    packed = packed_rows("quantize_output", "fp8_128", hidden)
+    assert signals is not None and packed is not None
+    how = QuantizedRows(QUANTIZATIONS["fp8_128"], packed.begins[1])
+    for width, kind in ((hidden, dtype), (packed.words, torch.int32)):
+        x, of_all = empty(tokens, width, dtype=kind), Buffers([empty(1024, width, dtype=kind)] * size)
+        for padding, barrier in ((127, None), (0, WindowBarrier(signals, 1))):
+            chosen = ChosenBuffers(of_all, index, error)
+            push_rows(x, rows, chosen, groups, 0, weights, numbers, padding, barrier=barrier)
+            push_rows(x, rows, of_all, groups, 0, most_padding=padding, barrier=barrier)
+    for buffers, quantized in ((of_all, how), (Buffers([empty(1024, hidden, dtype=dtype)] * size), None)):
+        for of_pairs, release in product((weights, None), (None, signals)):
+            chosen, out = ChosenBuffers(buffers, index, error), empty(tokens, hidden, dtype=dtype)
+            combine_rows(rows, chosen, out, of_pairs, release=release, quantized=quantized)
 
 
 def _window(size: int) -> Window:

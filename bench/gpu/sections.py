@@ -53,7 +53,7 @@ SECTIONS = (
     Section("targets", 240, ("-m", "shardweave.bench.gpu.targets", "--out", "{out}")),
     Section("ranks-on-one-gpu", 180, (_SYMMETRIC, "tests/cli/test_replay_on_gpus.py"), timeout="3"),
     Section("ranks-on-several-gpus", 180, (_SYMMETRIC, *(
-        f"{_TRANSPORTS}/test_{name}.py" for name in ("symmetric_hierarchical", "process_group_on_devices"))),
-        marker="multigpu"),
+        f"{_TRANSPORTS}/test_{name}.py" for name in ("symmetric_hierarchical", "process_group_on_devices")),
+        f"{_RUNTIME}/moe/test_two_level_windows.py"), marker="multigpu"),
     Section("sanitizer", 400, ("tests/bench/test_sanitizer.py",), test_seconds=380),
 )  # fmt: skip

@@ -16,8 +16,8 @@ from .transfer.fixed import sendrecv_transfer
 class ActiveRanks:
     """The transfer of a rank while all ranks are active, and the one while only some are.
 
-    On two levels a rank forwards the tokens of others. So while some ranks are masked out, rows travel on one level,
-    whose results are equal to the bit.
+    On two levels a rank forwards the tokens of others. So while some ranks are masked out, rows travel on one level, in
+    messages inside nodes as well. Results are equal to the bit.
     """
 
     def __init__(self, transfer: TokenTransfer) -> None:
@@ -34,7 +34,7 @@ class ActiveRanks:
         config = replace(config, active_ranks=ranks, two_level=self._two_level)
         if config.active_ranks is None:
             return config, self._of_all
-        if self._of_all.in_windows:
+        if self._of_all.in_windows and not self._of_all.two_level:
             raise UnsupportedError(
                 "active ranks with symmetric_memory, where all ranks of the group synchronise on the device; allowed: "
                 'transport="shared_memory", "process_group", "hierarchical"'

@@ -35,7 +35,7 @@ from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
 from .transfer.base import BACKGROUND, COMBINE, DISPATCH, OPERATIONS, Steps, TokenTransfer
 from .transfer.dedupe import DedupedTransfer, with_dedupe
-from .transfer.levels import pushed_inside, two_sided_transfer, with_levels, with_splits
+from .transfer.levels import pushed_inside, two_sided_transfer, windows_inside, with_levels, with_splits
 from .transfer.push import PushTransfer
 from .transfer.window import WindowTransfer
 from .validate import check_combine, check_dispatch, packed_tokens
@@ -139,7 +139,8 @@ class TokenDispatcher(TokenEngine):
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise
             on the device, so that the host does not wait for peers, and a call like an earlier one may be captured in
-            a CUDA graph; if the ranks are on several nodes, chunks travel between all of them as with "process_group".
+            a CUDA graph; if they are on several nodes, so they do inside each on two levels with splits="fixed", beside
+            messages between nodes; otherwise chunks travel between all of them as with "process_group".
 
     Raises:
         ArgumentError: a number or name that is not allowed. Peers are told, here and with an UnsupportedError.
@@ -195,13 +196,13 @@ class TokenDispatcher(TokenEngine):
         self._descriptions |= {o + BACKGROUND: f"{OPERATIONS[o]}_start of {description}" for o in (DISPATCH, COMBINE)}
         text = f"token dispatch, {config.num_experts} experts, hidden {config.hidden}"
         self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
-        pushed = pushed_inside(config, device, name)
+        inside = pushed_inside(config, device, name), windows_inside(config.nodes, name)
         kind: type[TokenTransfer] = PushTransfer
         if not self._transport.one_sided:
             backend = ""
             if device.type == "cpu" and isinstance(self._transport, ProcessGroupTransport):
                 backend = self._transport.backend
-            kind = two_sided_transfer(config, pushed, backend)
+            kind = two_sided_transfer(config, *inside, backend)
         if self._transport.one_sided and self._transport.windows is not None:
             kind = DedupedTransfer if config.dedupe else WindowTransfer
         self._order = order_on(device)
@@ -243,7 +244,8 @@ class TokenDispatcher(TokenEngine):
             if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
                 config = replace(config, nodes=current_transports().machines.nodes_of(ranks))
             if device.type == "cuda" and not chosen.one_sided and config.splits is None:
-                config, why = with_splits(config, current_transports().machines.nodes_of(ranks))
+                nodes = current_transports().machines.nodes_of(ranks)
+                config, why = with_splits(config, nodes, windows_inside(nodes, name))
             if not chosen.one_sided:
                 topology = partial(current_transports().machines.find_topology, tuple(sorted(ranks)), device)
                 config, levels = with_levels(config, device, name, topology)
@@ -443,7 +445,8 @@ class TokenDispatcher(TokenEngine):
           within a call fails that call, which invalidates the transport for good: mask it out before. The rank that
           hosts the process group's store has to be running, unless active ranks have made a call together before.
         - "hierarchical" on two levels: on one level while ranks are masked out.
-        - "symmetric_memory": not supported, because all ranks of the group synchronise on the device.
+        - "symmetric_memory": not supported on one node, because all ranks of the group synchronise on the device. On
+          several nodes in messages, on one level while ranks are masked out.
 
         Args:
             ranks: numbered within the group, 0 to W - 1, as in `expert_map`; None: all.

@@ -45,6 +45,24 @@ class NodeRanks:
         of fixed size. A token crosses if it has a row there, so there are no more tokens than rows."""
         return [min(most, chunk_capacity * len(members)) for members in self.members]
 
+    def most_sent(self, tokens: int, top_k: int, chunk_capacity: int | None) -> int:
+        """Return how many of its at most `tokens` tokens a rank sends to other nodes, at most: each once for each node.
+
+        Args:
+            chunk_capacity: of chunks of fixed size, whose places count; None: of exact size.
+        """
+        if chunk_capacity is None:
+            return tokens * min(top_k, len(self.members) - 1)
+        places = self.token_places(tokens, chunk_capacity)
+        return sum(places) - min(places)
+
+    def most_forwarded(self, tokens: int, chunk_capacity: int | None) -> int:
+        """Return how many tokens a rank forwards, at most; arguments as of `most_sent`."""
+        most = [tokens] * len(self.members)
+        if chunk_capacity is not None:
+            most = self.token_places(tokens, chunk_capacity)
+        return max(len(self.sources(rank)) * most[node] for rank, node in enumerate(self.nodes))
+
 
 def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...] | None:
     """Number nodes from 0 in order of their first ranks; None if all ranks share one."""

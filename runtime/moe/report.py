@@ -9,7 +9,6 @@ from typing import Any
 from ...planner import reached_shares
 from .config import DispatchConfig
 from .transfer.base import TokenTransfer, pair_words
-from .transfer.two_level import most_sent
 
 Algorithm = TokenTransfer | type[TokenTransfer]
 """How rows travel: a transfer, or its class."""
@@ -51,10 +50,11 @@ def explain(config: DispatchConfig, algorithms: Sequence[Algorithm], transport: 
             f"    {place}, bytes for the {config.max_tokens} tokens of one rank: with even routing, and at most:",
             *_table(wire),
         ]
-        if algorithm.two_level and algorithm.in_chunks:
+        if algorithm.two_level and (algorithm.in_chunks or algorithm.in_windows):
+            moved = "sends" if algorithm.in_chunks else "writes or reads in windows"
             lines += [
-                "    inside a node, bytes that a rank sends for itself and those whose tokens it forwards:",
-                *_table(inside_node(config, capacity)),
+                f"    inside a node, bytes that a rank {moved} for itself and those whose tokens it forwards:",
+                *_table(inside_node(config, algorithm, capacity)),
             ]
     return "\n".join(lines)
 
@@ -114,7 +114,7 @@ def on_wire(
     two levels only bytes between nodes count.
     """
     if algorithm.two_level:
-        return _between_nodes(config, algorithm.in_chunks, chunk_capacity)
+        return _between_nodes(config, algorithm.in_chunks or algorithm.in_windows, chunk_capacity)
     row, others = config.hidden * config.dtype.itemsize, config.ranks - 1
     # For each physical expert this rank's count, and its bad ids.
     counts = others * (config.bounds[-1] + 1 + algorithm.extra_words) * 4
@@ -140,20 +140,21 @@ def _of_operations(config: DispatchConfig, even: int, most: int, counts: int) ->
     return {operation: (even * each + once, most * each + once) for operation, (each, once) in per_pair.items()}
 
 
-def inside_node(config: DispatchConfig, chunk_capacity: int | None) -> dict[str, tuple[int, int]]:
-    """Return `on_wire` of what a rank sends to others of its node on two levels in messages, of the rank that sends
-    most."""
+def inside_node(config: DispatchConfig, algorithm: Algorithm, chunk_capacity: int | None) -> dict[str, tuple[int, int]]:
+    """Return `on_wire` of what goes from a rank to others of its node on two levels, in messages or through windows, of
+    the rank that sends most."""
     ranks, pairs = config.node_ranks, config.most_pairs
     assert ranks is not None
     even = most = 0
     for rank, node in enumerate(ranks.nodes):
         others, brought = len(ranks.members[node]) - 1, 1 + len(ranks.sources(rank))
-        if chunk_capacity is not None:
+        if algorithm.in_chunks and chunk_capacity is not None:
             even = most = max(most, others * brought * chunk_capacity)
         else:
             even = max(even, brought * math.ceil(pairs * others / config.ranks))
             most = max(most, brought * pairs * (others > 0))
-    counts = max(len(members) - 1 for members in ranks.members) * _counts_words(config, chunk_capacity) * 4
+    words = _counts_words(config, chunk_capacity) + algorithm.extra_words
+    counts = max(len(members) - 1 for members in ranks.members) * words * 4
     return _of_operations(config, even, most, counts)
 
 
@@ -183,19 +184,19 @@ def _once_per_rank(config: DispatchConfig, counts: int, row: int, again: int) ->
     }
 
 
-def _between_nodes(config: DispatchConfig, in_chunks: bool, chunk_capacity: int | None) -> dict[str, tuple[int, int]]:
-    """Return `on_wire` of two levels; in_chunks: a rank sends its counts to all ranks of other nodes."""
+def _between_nodes(config: DispatchConfig, to_all: bool, chunk_capacity: int | None) -> dict[str, tuple[int, int]]:
+    """Return `on_wire` of two levels; to_all: a rank sends its counts to all ranks of other nodes."""
     ranks, k = config.node_ranks, config.top_k
     assert ranks is not None
     shares = [len(members) / config.ranks for members in ranks.members]
     reached = [1 - (1 - share) ** k for share in shares]  # of the tokens, those with an expert on each node
     even = math.ceil(config.max_tokens * (sum(reached) - min(reached)))
-    most = most_sent(config, chunk_capacity)
+    most = ranks.most_sent(config.max_tokens, k, chunk_capacity)
     if chunk_capacity is not None:
         even = most
     row = config.hidden * config.dtype.itemsize
     again = row if config.save == "redispatch" else 0
-    peers = config.ranks - min(map(len, ranks.members)) if in_chunks else len(shares) - 1
+    peers = config.ranks - min(map(len, ranks.members)) if to_all else len(shares) - 1
     per_token = {
         "dispatch": (config.dispatched_nbytes + pair_words(k) * 4, peers * _counts_words(config, chunk_capacity) * 4),
         "combine": (row, 0),

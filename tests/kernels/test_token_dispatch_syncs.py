@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from moe_reference import tokens_of
-from sync_guard import SyncGuard, SyncRefused
-from torch.utils._python_dispatch import _disable_current_modes
+from sync_guard import SyncGuard, SyncRefused, on_the_host
 
 from shardweave.runtime.moe import simulate
 from shardweave.runtime.moe.activation import silu_and_mul
@@ -24,16 +23,6 @@ from shardweave.runtime.moe.transfer.two_level_sendrecv import TwoLevelSendRecvT
 from shardweave.runtime.statistics import stats
 
 K, E, H = 3, 5, 16
-
-
-def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exempt `function`, whose arguments are on the host; on a CPU the guard cannot tell."""
-
-    def outside(*args: Any) -> Any:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return function(*args)
-
-    return outside
 
 
 class Guard(SyncGuard):

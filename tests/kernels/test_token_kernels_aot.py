@@ -427,7 +427,7 @@ def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
     def of(kernel: str, name: str) -> set:
         return {s.constants[name] for s in launched if s.kernel == kernel}
 
-    assert of("push_rows", "PADDING") == {1, 4, 8, 32} and of("push_rows", "HAS_WEIGHTS") == {True, False}
+    assert of("push_rows", "PADDING") == {1, 4, 8, 32, 64} and of("push_rows", "HAS_WEIGHTS") == {True, False}
     assert of("combine_rows", "NESTED") == {True, False}
     assert of("combine_rows", "HAS_ADD") == of("combine_rows", "HAS_WEIGHTS") == {True, False}
     assert of("route_rows", "BATCHED") == of("count_few_pairs", "HAS_TABLE") == {True, False}

@@ -48,7 +48,7 @@ for one buffer of each destination: the window to release."""
 Take = Callable[[torch.Tensor], None]
 """Processes the receive buffer once rows have arrived, possibly in place."""
 # Operations, added to the dispatcher's fingerprint. The requests of an operation count up from there.
-DISPATCH, COMBINE, BACKWARD, NUMBERS, UNDISPATCH = 0, 8, 16, 24, 32
+DISPATCH, COMBINE, BACKWARD, PAIR_NUMBERS, UNDISPATCH = 0, 8, 16, 24, 32
 BACKGROUND = 128
 """Added to the number of an operation in the background, in the call's fingerprint only."""
 OPERATIONS = {

@@ -18,30 +18,22 @@ import torch
 from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
-from .base import Delivery, Steps
+from .base import Delivery, Steps, TokenTransfer
 from .sendrecv import SendRecvTransfer, chunk_sizes
 
 
-class FixedTransfer(SendRecvTransfer):
-    """Ranks send and receive chunks of `config.chunk_capacity` rows."""
+class FittingRows(TokenTransfer):
+    """Of the rows of a rank for another one those beyond `config.chunk_capacity` are dropped. Together with a transfer
+    that says how the others travel, which subclasses inherit after this class."""
 
     fixed_size = True
-    algorithm = "one chunk of fixed size per pair of ranks; no host read"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        capacity, ranks = self.config.chunk_rows, self.config.ranks
+        capacity, bounds = self.config.chunk_rows, torch.tensor(self.config.bounds, device="cpu")
         assert capacity is not None
         self._capacity = capacity
-        bounds = torch.tensor(self.config.bounds, device="cpu")
-        sizes = bounds.diff()
-        self._first = bounds[:-1].repeat_interleave(sizes).to(self.device)  # int64 [S], of the same destination
-        destination = torch.arange(ranks, device="cpu").repeat_interleave(sizes).to(self.device)
-        self._chunk = destination * capacity  # int64 [S]: the first row of the destination's chunk
-        self._in_chunk = torch.arange(capacity, device=self.device).expand(ranks, -1).contiguous()
-        of_all = torch.full((ranks,), capacity, dtype=torch.int64, device="cpu")
-        self._sizes_of_all = of_all, of_all
-        """On the host: rows of the chunk to each destination, and of that from each source."""
+        self._first = bounds[:-1].repeat_interleave(bounds.diff()).to(self.device)  # int64 [S], of the same destination
 
     def _before(self, rows: torch.Tensor) -> torch.Tensor:
         """Return how many rows precede those of each physical expert in the chunk of the same destination.
@@ -52,13 +44,6 @@ class FixedTransfer(SendRecvTransfer):
         before = rows.cumsum(-1) - rows
         return before - before[..., self._first]
 
-    def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
-        fitting, groups = self._fitted(matrix)
-        start = (self._chunk + self._before(groups.limit.long())).int()
-        in_chunks = groups._replace(start=start)
-        rows = locate_rows(counted.physical_expert, counted.place, in_chunks, self.physical_experts)
-        return DispatchRecord(weights, groups, rows, matrix, self._chunks_with(self._places(fitting, groups)))
-
     def _fitted(self, matrix: torch.Tensor) -> tuple[torch.Tensor, Groups]:
         """Return the rows that fit in the chunks, int64 [W, S], and the groups of those, whose overflow counts all."""
         counts = matrix[:, :-1].long()
@@ -66,6 +51,30 @@ class FixedTransfer(SendRecvTransfer):
         groups = self._grouped(with_counts(matrix, fitting), self.physical_experts)
         exceeding = torch.stack(((counts - fitting).sum(), counts.new_zeros(())))
         return fitting, groups._replace(overflow=groups.overflow + exceeding)
+
+
+class FixedTransfer(FittingRows, SendRecvTransfer):
+    """Ranks send and receive chunks of `config.chunk_capacity` rows."""
+
+    algorithm = "one chunk of fixed size per pair of ranks; no host read"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        capacity, ranks = self._capacity, self.config.ranks
+        sizes = torch.tensor(self.config.bounds, device="cpu").diff()
+        destination = torch.arange(ranks, device="cpu").repeat_interleave(sizes).to(self.device)
+        self._chunk = destination * capacity  # int64 [S]: the first row of the destination's chunk
+        self._in_chunk = torch.arange(capacity, device=self.device).expand(ranks, -1).contiguous()
+        of_all = torch.full((ranks,), capacity, dtype=torch.int64, device="cpu")
+        self._sizes_of_all = of_all, of_all
+        """On the host: rows of the chunk to each destination, and of that from each source."""
+
+    def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
+        fitting, groups = self._fitted(matrix)
+        start = (self._chunk + self._before(groups.limit.long())).int()
+        in_chunks = groups._replace(start=start)
+        rows = locate_rows(counted.physical_expert, counted.place, in_chunks, self.physical_experts)
+        return DispatchRecord(weights, groups, rows, matrix, self._chunks_with(self._places(fitting, groups)))
 
     def _chunks_with(self, places: torch.Tensor) -> Chunks:
         sends, receives = (sizes.clone() for sizes in self._sizes_of_all)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ....planner import HOST_READ_US, NVLINK_INFINIBAND, Topology, price_levels, price_splits
+from ...transports.hierarchical import HierarchicalSymmetricMemoryTransport
 from ..config import DispatchConfig
 from .base import TokenTransfer
 from .fixed import FixedTransfer, sendrecv_transfer
@@ -18,19 +19,24 @@ from .sendrecv import SendRecvTransfer
 from .two_level_fixed import TwoLevelFixedTransfer
 from .two_level_push import TwoLevelPushTransfer
 from .two_level_sendrecv import TwoLevelSendRecvTransfer
+from .two_level_window import TwoLevelWindowTransfer
+
+SYMMETRIC = HierarchicalSymmetricMemoryTransport.name
 
 
-def two_sided_transfer(config: DispatchConfig, pushed: bool, backend: str = "") -> type[TokenTransfer]:
+def two_sided_transfer(
+    config: DispatchConfig, pushed: bool, windows: bool = False, backend: str = ""
+) -> type[TokenTransfer]:
     """Return the transfer of two-sided transports.
 
     Args:
-        pushed: whether ranks of a node write into each other's memory.
-        backend: of the process group, if all ranks exchange by it.
+        pushed, windows: of `pushed_inside` and `windows_inside`.
+        backend: of the process group, if all ranks exchange CPU tensors by it.
     """
     if not config.two_level or config.nodes is None:
         return OneExchangeTransfer if backend == "gloo" and goes_at_once(config) else sendrecv_transfer(config)
     if config.chunk_rows is not None:
-        return TwoLevelFixedTransfer
+        return TwoLevelWindowTransfer if windows else TwoLevelFixedTransfer
     return TwoLevelPushTransfer if pushed else TwoLevelSendRecvTransfer
 
 
@@ -38,6 +44,12 @@ def pushed_inside(config: DispatchConfig, device: torch.device, transport: str) 
     """Whether ranks of a node write into each other's memory on two levels, or have no peers there."""
     one_each = config.nodes is not None and max(Counter(config.nodes).values()) == 1
     return device.type == "cpu" and (transport == "hierarchical" or one_each)
+
+
+def windows_inside(nodes: Sequence[Hashable] | None, transport: str) -> bool:
+    """Whether ranks of a node have windows on two levels with messages of fixed size, and some of several nodes has
+    more than one rank."""
+    return transport == SYMMETRIC and nodes is not None and 1 < len(set(nodes)) < len(nodes)
 
 
 def with_levels(
@@ -57,7 +69,10 @@ def with_levels(
         return config, _text(config.two_level, "requested")
     if found is None:
         return replace(config, two_level=False), _text(False, "the machines of the ranks are not known")
-    pushed = pushed_inside(config, device, transport) and config.chunk_rows is None
+    if config.chunk_rows is None:
+        pushed = pushed_inside(config, device, transport)
+    else:
+        pushed = windows_inside(config.nodes, transport)
     prices = price_levels(
         config.nodes, config.max_tokens, config.top_k, config.row_nbytes, found, pushed, config.chunk_rows
     )
@@ -73,13 +88,13 @@ def _text(two_level: bool, why: str) -> str:
     return f"levels: {'two' if two_level else 'one'}, {why}"
 
 
-def with_splits(config: DispatchConfig, nodes: Sequence[Hashable], pushed: bool = False) -> tuple[DispatchConfig, str]:
+def with_splits(config: DispatchConfig, nodes: Sequence[Hashable], windows: bool = False) -> tuple[DispatchConfig, str]:
     """Return the config with the splits that are cheaper on GPUs, and why; equal on all ranks.
 
     Args:
         config: one without `splits`.
         nodes: the node of each rank. On several of them the cheaper level counts, unless `two_level` is set.
-        pushed: whether ranks of a node write into each other's memory on two levels.
+        windows: of `windows_inside`.
     """
     most, tokens = config.most_pairs, config.max_tokens
     if len(set(nodes)) == 1:
@@ -91,16 +106,19 @@ def with_splits(config: DispatchConfig, nodes: Sequence[Hashable], pushed: bool 
             min(getattr(price, level) for level in levels)
             for chunk_rows in (None, most)
             for price in [
-                price_levels(nodes, tokens, config.top_k, config.row_nbytes, NVLINK_INFINIBAND, pushed, chunk_rows)
+                price_levels(
+                    nodes, tokens, config.top_k, config.row_nbytes, NVLINK_INFINIBAND,
+                    windows and chunk_rows is not None, chunk_rows,
+                )
             ]
-        )
+        )  # fmt: skip
         host += HOST_READ_US
     if fixed < host:
         config = replace(config, splits="fixed")
     why = (
         f"splits: {'fixed' if fixed < host else 'host'}, the cheaper on {_number_of(set(nodes))} by the links of "
         f"{NVLINK_INFINIBAND.name}: {host:.0f} us with sizes that the host reads, {fixed:.0f} us in chunks with room "
-        "for all rows"
+        "for all rows" + (", through windows inside nodes on two levels" if windows else "")
     )
     return config, why
 
@@ -111,7 +129,9 @@ def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTran
         return [transfer]
     kinds: list[type[TokenTransfer]] = [SendRecvTransfer, FixedTransfer]
     if transfer.two_level:
-        kinds = [TwoLevelFixedTransfer, *kinds] if not transfer.fixed_size else [TwoLevelSendRecvTransfer, *kinds]
+        windows = windows_inside(transfer.config.nodes, getattr(transfer.transport, "name", ""))
+        fixed = TwoLevelWindowTransfer if windows else TwoLevelFixedTransfer
+        kinds = [TwoLevelSendRecvTransfer if transfer.fixed_size else fixed, *kinds]
     same = SendRecvTransfer if isinstance(transfer, OneExchangeTransfer) else type(transfer)
     return [transfer, *[kind for kind in kinds if kind is not same]]
 

@@ -20,7 +20,10 @@ import torch
 from ....kernels import (
     Buffers,
     PhysicalExperts,
+    QuantizedRows,
     TokenRows,
+    WindowBarrier,
+    WindowSignals,
     combine_rows,
     count_pairs,
     gather_values,
@@ -31,7 +34,7 @@ from ...transports.base import TwoSidedTransport
 from ...transports.comm_requests import Transfer
 from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Forwards, Tokens
-from .base import COMBINE, DISPATCH, ROUTING, UNDISPATCH, Delivery, Steps, TokenTransfer, pair_words
+from .base import DISPATCH, PAIR_NUMBERS, ROUTING, Delivery, Steps, TokenTransfer, pair_words
 from .chunk_exchange import flat_bytes
 
 # Requests of an operation after its first, added to its number.
@@ -72,7 +75,8 @@ class TwoLevelTransfer(TokenTransfer):
         ranks = config.node_ranks
         assert ranks is not None
         k, row = config.top_k, max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes)
-        sent, forwarded = most_sent(config, chunk_capacity), most_forwarded(config, chunk_capacity)
+        sent = ranks.most_sent(config.max_tokens, k, chunk_capacity)
+        forwarded = ranks.most_forwarded(config.max_tokens, chunk_capacity)
         purposes[ROUTING] += sent * 8 + forwarded * 12 * k
         messages = "tokens and sums sent and received, and sums of this node"
         return {**purposes, messages: (sent + forwarded + config.max_tokens) * row}
@@ -100,35 +104,55 @@ class TwoLevelTransfer(TokenTransfer):
         destination = on_node.destination.repeat(len(self._sources))
         self._of_sources = replace(on_node, destination=destination)
 
+    def _members_as_destinations(self) -> PhysicalExperts:
+        """Return the physical experts with the ranks of this node as destinations, counted from 0."""
+        ranks = self.config.node_ranks
+        assert ranks is not None
+        index = {rank: i for of_node in ranks.members for i, rank in enumerate(of_node)}
+        indices = torch.tensor([index[rank] for rank in self._rank_of_expert], dtype=torch.int32, device="cpu")
+        bounds = tuple(range(len(self._members) + 1))
+        return PhysicalExperts(bounds, indices.to(self.device), self.physical_experts.first)
+
     def _opened(
         self, operation: int, given: Sequence[torch.Tensor], record: DispatchRecord
     ) -> Steps[Sequence[Buffers]]:
         """Return the buffers that the rows of `given` of all ranks of this node are in, as `record` has them, until
-        `_synchronise(operation + LAST)`."""
+        `_end_reading`."""
         raise NotImplementedError
+
+    def _end_reading(self, operation: int, read: Sequence[torch.Tensor]) -> Steps[None]:
+        """Let peers write again what `_opened` returned, of which `read` are the results."""
+        yield from self._synchronise(operation + LAST)
 
     def _synchronise(self, operation: int) -> Steps[None]:
         """Wait until the ranks of this node have arrived here, if peers address memory."""
         yield from ()
 
-    def combine(
+    @property
+    def _last_read(self) -> WindowSignals | None:
+        """The window that the last launch that reads rows of this node releases, if there is one."""
+        return None
+
+    def _last_push(self, operation: int) -> WindowBarrier | None:
+        """The barrier at the end of the last launch that pushes rows inside this node, if there is one."""
+        return None
+
+    def _sum(
         self,
+        operation: int,
         record: DispatchRecord,
-        values: torch.Tensor,
+        given: Sequence[torch.Tensor],
         out: torch.Tensor,
         weights: torch.Tensor | None,
         add: torch.Tensor | None,
-        numbers: torch.Tensor | None = None,
-    ) -> Steps[torch.Tensor | None]:
-        operation = COMBINE if numbers is None else UNDISPATCH
+        quantized: QuantizedRows | None = None,
+    ) -> Steps[list[torch.Tensor]]:
         forwards, forwarded = _forwarded(record)
-        quantized = self.config.quantized_output if numbers is None else None
-        given = (self._output(values, record),) if numbers is None else (values, numbers)
-        buffers = yield from self._opened(operation, given, record)
+        buffers, *numbers = yield from self._opened(operation, given, record)
         n, hidden, dtype = sum(_sizes(forwards)[0]), self.config.hidden, self.config.dtype
         returned = self._empty((len(forwarded.key), hidden), dtype)
         their_weights = None if weights is None else forwards.weights[: len(returned)]
-        combine_rows(forwarded, buffers[0], returned, their_weights, None, self.launch, quantized=quantized)
+        combine_rows(forwarded, buffers, returned, their_weights, None, self.launch, quantized=quantized)
         others = self._empty((n, hidden), dtype)
         # In float32 the first two nodes may be added in any order, and so in the result itself.
         here = dtype is torch.float32 and add is None and self._node < 2
@@ -136,17 +160,26 @@ class TwoLevelTransfer(TokenTransfer):
         of_pairs: list[torch.Tensor] = []
 
         def sum_own() -> None:
-            combine_rows(record.rows, buffers[0], own, weights, None, self.launch, quantized=quantized)
-            if numbers is not None:
-                of_pairs.append(gather_values(record.rows, buffers[1]))
+            of_pairs.extend([gather_values(record.rows, buffer) for buffer in numbers])
+            combine_rows(record.rows, buffers, own, weights, None, self.launch, self._last_read, quantized=quantized)
 
-        back = [(returned, others)]
-        if numbers is not None:
-            back.append((gather_values(forwarded, buffers[1]), self._empty((n, self.config.top_k), torch.float32)))
+        back = [(returned, others), *[(gather_values(forwarded, b), self._new_of_pairs(n)) for b in numbers]]
         yield from self._give_back(operation, forwards, back, sum_own)
-        yield from self._synchronise(operation + LAST)
+        yield from self._end_reading(operation, [own, *of_pairs])
         self._sum_nodes(forwards, own, others, out, add)
-        return _merged(of_pairs[0], forwards, back[1][1]) if of_pairs else None
+        return [_merged(x, forwards, received) for x, (_, received) in zip(of_pairs, back[1:], strict=True)]
+
+    def _fetch_numbers(self, record: DispatchRecord, numbers: torch.Tensor) -> Steps[torch.Tensor]:
+        forwards, forwarded = _forwarded(record)
+        (buffers,) = yield from self._opened(PAIR_NUMBERS, (numbers,), record)
+        back = gather_values(forwarded, buffers), self._new_of_pairs(sum(_sizes(forwards)[0]))
+        own = gather_values(record.rows, buffers, self._last_read)
+        yield from self._give_back(PAIR_NUMBERS, forwards, [back])
+        yield from self._end_reading(PAIR_NUMBERS, [own])
+        return _merged(own, forwards, back[1])
+
+    def _new_of_pairs(self, tokens: int) -> torch.Tensor:
+        return self._empty((tokens, self.config.top_k), torch.float32)
 
     def _tokens_by_node(self, physical_expert: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """Return which tokens have a kept pair on each other node: bool [nodes - 1, T]."""
@@ -222,18 +255,32 @@ class TwoLevelTransfer(TokenTransfer):
         """Push the forwarded tokens inside this node."""
         forwards, forwarded = _forwarded(delivery.record)
         weights = None if delivery.weights is None else forwards.weights[: len(received)]
-        self._push(received, forwarded, delivery, weights, 0)
+        self._push(received, forwarded, delivery, weights, 0, self._last_push(delivery.operation + LAST))
+        yield from self._arrive(delivery)
+
+    def _arrive(self, delivery: Delivery) -> Steps[None]:
+        """Wait for the rows that ranks of this node have pushed, and process them."""
         yield from self._synchronise(delivery.operation + LAST)
         if delivery.take is not None:
             delivery.take(delivery.into[0].tensors[self._at])
 
     def _push(
-        self, x: torch.Tensor, rows: TokenRows, delivery: Delivery, weights: torch.Tensor | None, padding: int
+        self,
+        x: torch.Tensor,
+        rows: TokenRows,
+        delivery: Delivery,
+        weights: torch.Tensor | None,
+        padding: int,
+        barrier: WindowBarrier | None = None,
     ) -> None:
+        buffers, numbers = self._pushed_into(delivery)
+        numbers, launch = None if weights is None else numbers, self._launch_of(x)
+        push_rows(x, rows, buffers, delivery.record.groups, self._at, weights, numbers, padding, launch, barrier)
+
+    def _pushed_into(self, delivery: Delivery) -> tuple[Buffers, Buffers | None]:
+        """Return the buffers of rows and of their weights."""
         buffers, *more = delivery.into
-        numbers = more[0] if more and weights is not None else None
-        launch = self._launch_of(x)
-        push_rows(x, rows, buffers, delivery.record.groups, self._at, weights, numbers, padding, launch)
+        return buffers, more[0] if more else None
 
     def _pairs_of(
         self, tokens: Tokens, node: torch.Tensor, token: torch.Tensor, expert: torch.Tensor, kept: torch.Tensor
@@ -338,26 +385,6 @@ class TwoLevelTransfer(TokenTransfer):
         yield Transfer(
             outgoing, incoming, self.fingerprint + operation, group=self._group, during_wait=during_wait
         )  # fmt: skip
-
-
-def most_sent(config: DispatchConfig, chunk_capacity: int | None) -> int:
-    """Return the tokens that a rank sends to other nodes, at most."""
-    ranks = config.node_ranks
-    assert ranks is not None
-    if chunk_capacity is None:
-        return config.max_tokens * min(config.top_k, len(ranks.members) - 1)
-    places = ranks.token_places(config.max_tokens, chunk_capacity)
-    return sum(places) - min(places)
-
-
-def most_forwarded(config: DispatchConfig, chunk_capacity: int | None) -> int:
-    """Return the tokens that a rank forwards, at most."""
-    ranks = config.node_ranks
-    assert ranks is not None
-    most = [config.max_tokens] * len(ranks.members)
-    if chunk_capacity is not None:
-        most = ranks.token_places(config.max_tokens, chunk_capacity)
-    return max(len(ranks.sources(rank)) * most[node] for rank, node in enumerate(ranks.nodes))
 
 
 def _sizes(forwards: Forwards) -> tuple[list[int], list[int]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ....kernels import Buffers, CountedPairs, CountShare, PhysicalExperts, TokenRows, locate_rows
+from ....kernels import Buffers, CountedPairs, CountShare, TokenRows, locate_rows
 from ...statistics import stats
 from ..dispatch_record import DispatchRecord, Tokens
 from .base import DISPATCH, Shared, Steps, copied
@@ -31,13 +31,8 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         super().__init__(*args)
         self._at, self._among = self._members.index(self.me), tuple(self.ranks[r] for r in self._members)
         self.peers = self._among[self._at + 1 :] + self._among[: self._at]
-        ranks = self.config.node_ranks
-        assert ranks is not None
-        index = {rank: i for of_node in ranks.members for i, rank in enumerate(of_node)}
-        indices = torch.tensor([index[rank] for rank in self._rank_of_expert], dtype=torch.int32, device="cpu")
         with torch.inference_mode(False):
-            bounds = tuple(range(len(self._members) + 1))  # ranks of this node are counted from 0
-            self._set_inside(PhysicalExperts(bounds, indices.to(self.device), self.physical_experts.first))
+            self._set_inside(self._members_as_destinations())
 
     def dispatch(
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None

@@ -12,19 +12,19 @@ of it even if all of its rows there are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ....kernels import Buffers, CountedPairs, TokenRows, group_rows, locate_rows
+from ....kernels import Buffers, CountedPairs, locate_rows
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord, Tokens
 from .base import DISPATCH, Delivery, Steps, copied
 from .chunk_exchange import Rows
 from .sendrecv import SendRecvTransfer
-from .two_level import COUNTS, Sent, TwoLevelTransfer, most_forwarded
+from .two_level import COUNTS, Sent
+from .two_level_counts import CountsOfAll, Forwarding
 
 
 class _Counts(NamedTuple):
@@ -39,18 +39,7 @@ class _Counts(NamedTuple):
     """As of `Forwarding`."""
 
 
-class Forwarding(NamedTuple):
-    """The chunks' rows of forwarded tokens."""
-
-    numbers: torch.Tensor
-    """int64 [sources]: the tokens that this rank receives of each source."""
-    start: torch.Tensor
-    """int64 [sources, S]: the first row of each source's pairs of each physical expert."""
-    kept: torch.Tensor
-    """int64 [sources, S]: how many these are."""
-
-
-class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
+class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
     """Ranks of a node send and receive chunks of exact size."""
 
     algorithm = (
@@ -64,16 +53,17 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         # Chunks have the rows of forwarded tokens, too.
         (chunks,) = [purpose for purpose in purposes if purpose.startswith("chunks")]
         row = max(config.hidden * config.dtype.itemsize, config.dispatched_nbytes, config.combined_nbytes)
+        ranks = config.node_ranks
+        assert ranks is not None
         if chunk_capacity is not None:
-            ranks = config.node_ranks
-            assert ranks is not None
             sent = [len(ranks.members[node]) * (1 + len(ranks.sources(r))) for r, node in enumerate(ranks.nodes)]
             return {**purposes, chunks: (max(sent) + config.ranks) * chunk_capacity * row}
-        return {**purposes, chunks: purposes[chunks] + most_forwarded(config, None) * config.top_k * row}
+        forwarded = ranks.most_forwarded(config.max_tokens, None)
+        return {**purposes, chunks: purposes[chunks] + forwarded * config.top_k * row}
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        ranks, count = self.config.node_ranks, self.physical_experts.count
+        ranks = self.config.node_ranks
         assert ranks is not None
         self._at = self.me
         # Who brings the rows of each rank to this node's ranks: itself, or the one that forwards them.
@@ -81,17 +71,9 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         order = [r for member in self._members for r in (member, *ranks.sources(member))]
         with torch.inference_mode(False):
             self._set_inside(self.physical_experts)
-            # The ranks whose rows this one brings to its node.
-            self._brought = self._numbers([self.me, *self._sources])
-            self._bringer, self._arrival_order = self._numbers(bringer), self._numbers(order)
-            self._destination, self._node_of_rank = self._numbers(self._rank_of_expert), self._numbers(ranks.nodes)
-            self._forwarder = self._numbers(self._forwarders)
-            self._here = self._node_of_expert == self._node
-            # With rank 0 as the destination of all physical experts, `Groups.counts` are those of all of them.
-            self._all_experts = replace(self.physical_experts, bounds=(0, *[count] * self.config.ranks))
-
-    def _numbers(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device)
+            self._bringer, self._arrival_order = self._uploaded(bringer), self._uploaded(order)
+            self._destination, self._node_of_rank = self._uploaded(self._rank_of_expert), self._uploaded(ranks.nodes)
+            self._forwarder = self._uploaded(self._forwarders)
 
     def dispatch(
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
@@ -161,15 +143,6 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         record = DispatchRecord(row_weights, groups, rows, matrix, chunks)
         return record, sent, host_receives, Forwarding(numbers, start[1:], kept[1:])
 
-    def _kept(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the pairs that have a row of this rank and its sources, by physical expert: int64 [1 + sources, S].
-        0 for those on other nodes."""
-        c = self.config
-        rows_of_all = group_rows(matrix, self._all_experts, 0, c.rows, c.align, c.expert_capacity, c.batched).counts
-        counts = matrix[:, :-1].long()
-        kept = torch.minimum((rows_of_all - (counts.cumsum(0) - counts)).clamp(min=0), counts)[self._brought]
-        return kept * self._here
-
     def _chunk_rows(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of the chunk for each destination, int64 [W], and the first row of each source's pairs of
         each physical expert in all chunks of this rank.
@@ -183,13 +156,6 @@ class TwoLevelSendRecvTransfer(TwoLevelTransfer, SendRecvTransfer):
         sends = by_rank.sum(0)
         begin = sends.cumsum(0) - sends + by_rank.cumsum(0) - by_rank - at_bounds[:, :-1]
         return sends, before - kept + begin[:, self._destination]
-
-    def _locate(self, experts: torch.Tensor, forwarding: Forwarding, record: DispatchRecord) -> TokenRows:
-        """Return the rows in the chunks of the forwarded tokens; `experts`: int32 [F, K], physical, -1 for none."""
-        numbers, start, kept = forwarding
-        index = torch.arange(len(experts), device=self.device)
-        source = torch.searchsorted(numbers.cumsum(0), index, right=True, out_int32=True)
-        return self._locate_forwarded(experts, source, start, kept, record)
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         assert delivery.record.chunks is not None

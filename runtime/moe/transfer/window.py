@@ -42,7 +42,7 @@ from ...transports.buffer_pool import BufferPool, BufferPoolTransport, capturing
 from ...transports.symmetric_memory.window import ALIGNMENT, window_size
 from ..config import DispatchConfig, round_up
 from ..dispatch_record import DispatchRecord, Tokens
-from .base import COMBINE, DISPATCH, NUMBERS, UNDISPATCH, Delivery, Read, Shared, Steps, TokenTransfer
+from .base import COMBINE, DISPATCH, PAIR_NUMBERS, UNDISPATCH, Delivery, Read, Shared, Steps, TokenTransfer
 
 _LAST = 1  # the second barrier of an operation, added to its number
 # Of a transfer; each keeps memory for the (token, k) pairs. More shapes are dispatched without.
@@ -73,24 +73,25 @@ class WindowTransfer(TokenTransfer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        config, group = self.config, tuple(sorted(self.ranks))
-        self._windows = cast("BufferPoolTransport", self.transport)
+        config = self.config
+        self._windows, self._among = self._sharing()
+        self._at = self._among.index(self.ranks[self.me])
+        group = tuple(sorted(self._among))
         self._window = self._windows.window(group, self.window_nbytes(config), exact=True)
         self._error = self._window.failure.error  # after a failure the window holds counts and indices of any dispatch
         self._signals = self._window.signals(self._windows.turn(0).limit)
         self._repeated: dict[tuple[Any, ...], RepeatedDispatch] = {}
-        self._window.build(config.dtype)
-        self._window.build(torch.float32)
-        if config.packed is not None or config.packed_output is not None:
-            self._window.build(torch.int32)
+        packed = [torch.int32] * (config.packed is not None or config.packed_output is not None)
+        for dtype in (config.dtype, torch.float32, *packed):
+            self._window.build(dtype)
         first, parts = 0, []
         for nbytes in self.parts(config):
             parts.append({r: data[first : first + nbytes] for r, data in self._window.data.items()})
             first += round_up(nbytes, ALIGNMENT)
         counts, numbers, *others = parts
-        self._matrices = self._buffers([counts], (config.ranks, config.bounds[-1] + 2), torch.int32)
+        self._matrices = self._buffers([counts], (len(group), config.bounds[-1] + 2), torch.int32)
         self._numbers = self._buffers([numbers], (config.rows,), torch.float32)
-        self._like_numbers = self._numbers.tensors[self.me][:1].expand(config.rows)  # contiguous ones are made of it
+        self._like_numbers = self._numbers.tensors[self._at][:1].expand(config.rows)  # contiguous ones are made of it
         # As `new_scale` makes it: of one element each.
         self._like_scale: torch.Tensor | None = None
         if self._signals is not None and config.packed is not None and len(config.packed.sizes) > 1:
@@ -98,11 +99,16 @@ class WindowTransfer(TokenTransfer):
         self._pool: BufferPool | None = None
         self._set_row_buffers(*others)
 
+    def _sharing(self) -> tuple[BufferPoolTransport, tuple[int, ...]]:
+        """Return the transport that has the window, and the ranks that share it: the destinations of
+        `DispatchRecord.rows`, in order."""
+        return cast("BufferPoolTransport", self.transport), self.ranks
+
     def _set_row_buffers(self, *parts: Mapping[int, torch.Tensor]) -> None:
         """Make the buffers of rows of the parts of windows that come last, by rank."""
-        config, group = self.config, tuple(sorted(self.ranks))
+        config, group = self.config, self._window.ranks
         pieces = list(parts)
-        if uses_buffer_pool(config):
+        if uses_buffer_pool(config) and len(group) > 1:
             self._pool = self._windows.buffer_pool(group, buffer_nbytes(config), config.pooled_buffers)
             pieces += self._pool.pieces
         # For each destination its window, then its pooled buffers.
@@ -121,16 +127,16 @@ class WindowTransfer(TokenTransfer):
             self._output_candidates = self._buffers(pieces, *of_combine)
         # The buffers whose indices all ranks have sent, until they leave the window: of dispatch, and of combine.
         self._wanted, self._wanted_outputs, self._wanted_received = (
-            ChosenBuffers(candidates, self._matrices.tensors[self.me][:, -1], self._window.failure.error)
+            ChosenBuffers(candidates, self._matrices.tensors[self._at][:, -1], self._window.failure.error)
             for candidates in (self._candidates, self._output_candidates, self._received_candidates)
         )
 
     def _buffers(
         self, pieces: Sequence[Mapping[int, torch.Tensor]], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Buffers:
-        """Return the beginnings of each rank's pieces of memory, rank by rank in the dispatcher's order."""
+        """Return the beginnings of each rank's pieces of memory, rank by rank in the order of destinations."""
         nbytes = math.prod(shape) * dtype.itemsize
-        tensors = [piece[rank][:nbytes].view(dtype).view(shape) for rank in self.ranks for piece in pieces]
+        tensors = [piece[rank][:nbytes].view(dtype).view(shape) for rank in self._among for piece in pieces]
         buffers = Buffers(tensors, self.tables)
         buffers.table()  # uploaded here, since a call may be captured in a CUDA graph
         return buffers
@@ -275,11 +281,11 @@ class WindowTransfer(TokenTransfer):
             self._acquire()
             return Shared((self._received if operation == DISPATCH else self._rows, own))
         counted = self._share_counts(operation, ids, self._candidate(self._pooled(own[0])))
-        return Shared((self._wanted_received, own), counted, self._matrices.tensors[self.me])
+        return Shared((self._wanted_received, own), counted, self._matrices.tensors[self._at])
 
     def _share_counts(self, operation: int, ids: torch.Tensor, word: int) -> CountedPairs:
         """Enter the window, and write the counts of `ids` and a word to all ranks."""
-        share = CountShare(self._matrices, self.me, word, self._barrier(operation))
+        share = CountShare(self._matrices, self._at, word, self._barrier(operation))
         if share.barrier is None:
             self._acquire()
         counted = self._count(ids, share)
@@ -291,19 +297,23 @@ class WindowTransfer(TokenTransfer):
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         yield from ()
-        operation, record, x, (buffers, own), weights, take = delivery
-        weight_buffers, num_rows = None if weights is None else self._numbers, record.groups.num_rows
-        padding = self.config.most_padding
+        operation, record, x, (buffers, _), weights, _ = delivery
+        weight_buffers, padding = None if weights is None else self._numbers, self.config.most_padding
         barrier = self._barrier(operation + _LAST)
         launch = self._launch_of(x)
         push_rows(
-            x, record.rows, buffers, record.groups, self.me, weights, weight_buffers, padding, launch, barrier,
+            x, record.rows, buffers, record.groups, self._at, weights, weight_buffers, padding, launch, barrier,
             self._quantized(operation),
         )  # fmt: skip
         if barrier is None:
             self._signal("barrier", operation + _LAST)
-        of_window = self._received if operation == DISPATCH else self._rows
-        rows, numbers = of_window.tensors[self.me], self._numbers.tensors[self.me]
+        self._take_out(delivery)
+
+    def _take_out(self, delivery: Delivery) -> None:
+        """Process what has arrived in this rank's window, and leave it."""
+        operation, record, _, (_, own), weights, take = delivery
+        of_window, num_rows = self._received if operation == DISPATCH else self._rows, record.groups.num_rows
+        rows, numbers = of_window.tensors[self._at], self._numbers.tensors[self._at]
         copied = take is None and self._pooled(own[0]) is None
         if take is not None:
             take(rows)
@@ -322,19 +332,8 @@ class WindowTransfer(TokenTransfer):
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
     ) -> Steps[list[torch.Tensor]]:
         yield from ()
-        num_rows, barrier = record.groups.num_rows, self._barrier(operation)
-        quantized = self.config.quantized_output if operation == COMBINE else None
-        if barrier is None:
-            self._acquire()
-        buffers = []
-        for values in given:  # one, if there is a barrier
-            if values.dim() > 1:
-                buffers.append(self._offered(values, num_rows, barrier, quantized))
-                continue
-            self._copied_to_window(values, self._numbers, num_rows, barrier)
-            buffers.append(self._numbers)
-        if barrier is None:
-            self._signal("barrier", operation)
+        buffers = self._offer(operation, record, given)
+        if self._signals is None:
             result = read(buffers)
             self._leave(result)
         else:
@@ -342,13 +341,30 @@ class WindowTransfer(TokenTransfer):
             self._windows.check()
         return result
 
+    def _offer(self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor]) -> list[Buffers]:
+        """Enter the window, and let peers read `given`, one tensor where kernels run; return those of all ranks."""
+        num_rows, barrier = record.groups.num_rows, self._barrier(operation)
+        quantized = self.config.quantized_output if operation == COMBINE else None
+        if barrier is None:
+            self._acquire()
+        buffers = []
+        for values in given:
+            if values.dim() > 1:
+                buffers.append(self._offered(values, num_rows, barrier, quantized))
+                continue
+            self._copied_to_window(values, self._numbers, num_rows, barrier)
+            buffers.append(self._numbers)
+        if barrier is None:
+            self._signal("barrier", operation)
+        return buffers
+
     def _fetch_numbers(self, record: DispatchRecord, numbers: torch.Tensor) -> Steps[torch.Tensor]:
         """Return each pair's number of all ranks' `numbers`, float32 [rows]: [T, K]."""
 
         def read(buffers: Sequence[Buffers], release: WindowSignals | None = None) -> list[torch.Tensor]:
             return [gather_values(record.rows, buffers[0], release)]
 
-        (of_pairs,) = yield from self._fetch(NUMBERS, record, (numbers,), read)
+        (of_pairs,) = yield from self._fetch(PAIR_NUMBERS, record, (numbers,), read)
         return of_pairs
 
     def _copied_to_window(
@@ -359,7 +375,7 @@ class WindowTransfer(TokenTransfer):
         barrier: WindowBarrier | None,
         quantized: QuantizedRows | None = None,
     ) -> None:
-        window = to.tensors[self.me]
+        window = to.tensors[self._at]
         if quantized is None:
             values = values.contiguous()
         if barrier is not None:
@@ -390,9 +406,9 @@ class WindowTransfer(TokenTransfer):
             lent = self._pool.lent(values) if values.is_contiguous() else None
             values = values.contiguous()
         if lent is None:
-            to = of_window.tensors[self.me]
-        matrix = self._matrices.tensors[self.me]
-        place = (self.me + 1) * matrix.shape[1] - 1  # where dispatch has the index of the wanted buffer
+            to = of_window.tensors[self._at]
+        matrix = self._matrices.tensors[self._at]
+        place = (self._at + 1) * matrix.shape[1] - 1  # where dispatch has the index of the wanted buffer
         offer_rows(values, to, num_rows, self._matrices, place, self._candidate(lent), barrier, quantized)
         if barrier is not None:
             self._acquired()
@@ -403,7 +419,7 @@ class WindowTransfer(TokenTransfer):
 
     def _candidate(self, number: int | None) -> int:
         """Return the index among all candidates of this rank's pooled buffer; None: of its window."""
-        return self.me * self._each + (0 if number is None else 1 + number)
+        return self._at * self._each + (0 if number is None else 1 + number)
 
     def _acquire(self) -> None:
         """Enter the window."""
@@ -430,7 +446,10 @@ class WindowTransfer(TokenTransfer):
 
     def _leave(self, outs: Sequence[torch.Tensor]) -> None:
         """Leave the window; overwrite `outs` if this rank has failed."""
+        self._release(outs)
+        self._windows.check()
+
+    def _release(self, outs: Sequence[torch.Tensor]) -> None:
         for out in outs[1:]:
             self._windows.signal(self._window, "poison", poison=out)
         self._windows.signal(self._window, "release", poison=outs[0])
-        self._windows.check()

@@ -162,6 +162,8 @@ class SymmetricMemoryTransport:
             raise
 
     def _joined(self, ranks: tuple[int, ...], nbytes: int, key: str) -> dict[int, torch.Tensor]:
+        if len(ranks) == 1:  # on its own on a node: nobody else addresses it
+            return {self.rank: torch.zeros(nbytes, dtype=torch.uint8, device=self.provider.device)}
         own, handle = self.provider.make(nbytes)
         handles = self.exchange_text(key, ranks, f"{nbytes} {handle}")
         for rank, text in handles.items():

@@ -212,7 +212,8 @@ def test_masked_ranks_need_not_take_part(size):
 def on_each_level(rank: int) -> list[list[bytes]]:
     torch.set_num_threads(1)
     transports = ("hierarchical", False), ("hierarchical", True), ("process_group", True)
-    return [masked_in_turn(rank, transport, two_level=two_level) for transport, two_level in transports]
+    found = [masked_in_turn(rank, transport, two_level=two_level) for transport, two_level in transports]
+    return [*found, masked_in_turn(rank, "symmetric_memory", two_level=True, splits="fixed")]
 
 
 @pytest.mark.multi
@@ -220,7 +221,7 @@ def test_masked_ranks_between_nodes():
     by_rank = run_ranks(on_each_level, 4, environment={"SHARDWEAVE_NODE_SIZE": "2"})
     want = virtual_layers(4, masks_of(4), [0, 0, 1, 1])
     for rank, levels in enumerate(by_rank):
-        assert levels == [want[rank]] * 3, f"rank {rank}"
+        assert levels == [want[rank]] * 4, f"rank {rank}"
 
 
 def one_ends(rank: int, transport: str) -> list[bytes]:

@@ -86,7 +86,7 @@ def check_two_sided(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: t
     for chunk_capacity, backend, reads in cases:
         other = copy.copy(d)
         other.config = dataclasses.replace(d.config, chunk_capacity=chunk_capacity)
-        transport, kind = InProcessTransport(False, backend), two_sided_transfer(other.config, False, backend)
+        transport, kind = InProcessTransport(False, backend), two_sided_transfer(other.config, False, backend=backend)
         assert issubclass(kind, OneExchangeTransfer) == (backend == "gloo" and d.config.has_room_for_all)
         other.transfers = [kind(other.config, transport, ranks, r, device, fingerprint) for r in ranks]
         before = stats().host_reads["counts of a token dispatch"]
@@ -522,7 +522,7 @@ def test_small_dispatch_on_gloo_is_one_exchange(hidden: int, exchanges: int, mon
     for more, most in ({}, exchanges), ({"expert_capacity": 3, "overflow": "drop"}, 2):
         d = VirtualTokenDispatcher(3, **settings, **more)
         transport = InProcessTransport(False, "gloo")
-        kind = two_sided_transfer(d.config, False, "gloo")
+        kind = two_sided_transfer(d.config, False, backend="gloo")
         d.transfers = [kind(d.config, transport, (0, 1, 2), r, torch.device("cpu"), 0) for r in range(3)]
         tokens = [tokens_of(r, 5, 2, 6, hidden, torch.float32, "zipf") for r in range(3)]
         requests.clear()

@@ -24,11 +24,12 @@ from shardweave.runtime.moe.node_ranks import NodeRanks, numbered
 from shardweave.runtime.moe.report import inside_node, on_wire
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer
-from shardweave.runtime.moe.transfer.levels import with_levels, with_splits
+from shardweave.runtime.moe.transfer.levels import two_sided_transfer, windows_inside, with_levels, with_splits
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
 from shardweave.runtime.moe.transfer.two_level_fixed import TwoLevelFixedTransfer
 from shardweave.runtime.moe.transfer.two_level_push import TwoLevelPushTransfer
 from shardweave.runtime.moe.transfer.two_level_sendrecv import TwoLevelSendRecvTransfer
+from shardweave.runtime.moe.transfer.two_level_window import TwoLevelWindowTransfer
 from shardweave.runtime.statistics import stats
 from shardweave.runtime.transports import in_process
 from shardweave.runtime.transports.comm_requests import Transfer
@@ -301,7 +302,10 @@ def test_bytes_in_fixed_chunks_equal_report(
     d, sent = virtual(nodes, **settings), sent_bytes(monkeypatch)
     trained(d, tokens, matrices_of(12, 16, torch.float32), True, False)
     between = sum(n for (a, b), n in sent.items() if nodes[a] != nodes[b])
-    reported = [on_wire(d.config, d.transfers[0], chunk_capacity), inside_node(d.config, chunk_capacity)]
+    reported = [
+        on_wire(d.config, d.transfers[0], chunk_capacity),
+        inside_node(d.config, d.transfers[0], chunk_capacity),
+    ]
     for wire in reported:
         assert all(even == most for even, most in wire.values())
     assert [between, sent.total() - between] == [
@@ -387,6 +391,26 @@ def test_splits_on_several_nodes_are_chosen_by_the_cheaper_level() -> None:
         chosen, why = with_splits(config, nodes)
         assert why.startswith(f"splits: {splits}, the cheaper on 2 nodes"), (tokens, two_level, why)
         assert chosen.chunk_rows == (8 * tokens if splits == "fixed" else None)
+
+
+@pytest.mark.plan
+def test_windows_inside_nodes_are_chosen_by_price() -> None:
+    """They make messages of fixed size cheaper, unless there are many nodes, most of which a token does not need."""
+    name, cuda = "hierarchical symmetric_memory", torch.device("cuda")
+    settings = {"num_experts": 256, "hidden": 7168, "dtype": torch.bfloat16, "top_k": 8, "max_tokens": 4096}
+    for number, fixed in ((2, True), (16, False)):
+        nodes = [rank // 8 for rank in range(8 * number)]
+        config = DispatchConfig(len(nodes), nodes, **settings)
+        assert with_splits(config, nodes)[0].splits is None
+        chosen, why = with_splits(config, nodes, windows_inside(nodes, name))
+        assert chosen.splits == ("fixed" if fixed else None) and "through windows inside nodes" in why
+        topology = found_topology(nodes, [MachineFigures("H100", "RDMA", 8)])
+        chosen, why = with_levels(chosen, cuda, name, lambda topology=topology: topology)
+        assert chosen.two_level and why.startswith("levels: two, the cheaper"), why
+        kind = TwoLevelWindowTransfer if fixed else TwoLevelSendRecvTransfer
+        assert two_sided_transfer(chosen, False, windows_inside(nodes, name)) is kind
+    assert not windows_inside([0, 1, 2], name) and not windows_inside([0, 0, 1], "process_group")
+    assert not windows_inside(None, name) and not windows_inside([0, 0], name) and windows_inside([0, 1, 0], name)
 
 
 @pytest.mark.plan
