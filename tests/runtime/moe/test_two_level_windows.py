@@ -300,8 +300,10 @@ def never_combines(rank: int) -> bool:
 
 
 def test_missing_rank_is_noticed_on_all_nodes() -> None:
-    """By an error, or by sums that are NaN on another node, whose ranks may hear of the error in their next call. A rank
-    without tokens has no sums."""
+    """By an error, or by sums that are NaN on another node, whose ranks may hear of the error in their next call.
+
+    A rank without tokens has no sums.
+    """
     ends = end_ranks(never_combines, 4, environment={"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "3"})
     assert [end.error is not None or end.value for end in ends] == [rank != 1 for rank in range(4)], ends
     assert ends[0].error is not None
