@@ -72,8 +72,7 @@ class PricedRanks:
         self.coordinates = np.stack(np.unravel_index(self.positions, mesh.shape))
         self.members = np.arange(self.nodes.max() + 1)[:, None] == self.nodes
         self._set_nics(ranks[is_priced], topology)
-        table = nodes.reshape(mesh.shape)
-        self.spans_nodes = [bool((table != table.take([0], axis=m)).any()) for m in range(mesh.ndim)]
+        self.spans_nodes = dims_across_nodes(mesh, topology)
         self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not self.spans_nodes[m]]
 
     def _set_peers(self) -> None:
@@ -145,6 +144,13 @@ def priced_ranks(mesh: Mesh, topology: Topology) -> PricedRanks:
     return PricedRanks(mesh, topology)
 
 
+@lru_cache(maxsize=64)
+def dims_across_nodes(mesh: Mesh, topology: Topology) -> list[bool]:
+    """For each mesh dim, whether ranks along it are on different nodes; cached."""
+    nodes = topology.nodes_of(mesh.rank_array).reshape(mesh.shape)
+    return [bool((nodes != nodes.take([0], axis=m)).any()) for m in range(mesh.ndim)]
+
+
 @lru_cache(maxsize=1024)
 def _first_of_kind(at: PricedRanks, mesh_dims: tuple[int, ...]) -> np.ndarray:
     _, first = np.unique(np.stack([at.nodes, at.kinds(mesh_dims)]), axis=1, return_index=True)
@@ -172,9 +178,8 @@ def common_lengths(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.
     """[1, r, p] how many indices of a tensor dim receiver r wants and its peer holds; `cuts`: (wanted, held)."""
     if any(map(is_strided, cuts)):
         others = None if at.whole or at.one_node else at.peers
-        (wanted, shard), held = (_distinct_spans(at, extent, x) for x in cuts)
-        receivers, shard = np.unique(shard[at.receivers], return_inverse=True)
-        return overlaps_of_spans(wanted.select(receivers), shard, *held, others)[None].astype(float)
+        wanted, held = _spans_of_receivers(at, extent, cuts[0]), _distinct_spans(at, extent, cuts[1])
+        return overlaps_of_spans(*wanted, *held, others)[None].astype(float)
     (low, high), (start, stop) = _spans(at, extent, cuts[0]), _spans_of_peers(at, extent, cuts[1])
     low, high = low[at.receivers, None], high[at.receivers, None]
     lengths = np.minimum(high, stop) - np.maximum(low, start)
@@ -214,6 +219,14 @@ def _spans_of_peers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarra
     """`_spans` of the peers of each receiver: [r, p], or [p] if those are all ranks."""
     start, stop = _spans(at, extent, cuts)
     return (start, stop) if at.whole or at.one_node else (start[at.peers], stop[at.peers])
+
+
+@lru_cache(maxsize=1024)
+def _spans_of_receivers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
+    """`_distinct_spans` of the receivers."""
+    spans, shard = _distinct_spans(at, extent, cuts)
+    receivers, shard = np.unique(shard[at.receivers], return_inverse=True)
+    return spans.select(receivers), shard
 
 
 @lru_cache(maxsize=1024)

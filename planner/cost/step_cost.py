@@ -30,6 +30,7 @@ from .topology import Topology
 K = TypeVar("K", bound=Hashable)
 
 _MAX_AT_ONCE = 1 << 16  # entries of a [changes, receivers, peers] table, so that it stays in the core's cache
+_LARGE_ROW = 512  # entries of a row from which on rows are multiplied one by one, without a table of them
 
 
 class StepPrice(NamedTuple):
@@ -96,24 +97,21 @@ class _Elements(NamedTuple):
 
 def _elements(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange]) -> _Elements:
     number, receivers = len(changes), len(at.receivers)
-    common: np.ndarray | None = None
+    common = np.ones((number, *at.near.shape))
     before, after = np.ones((2, number, receivers), dtype=np.int64)
     senders = None if at.whole else np.array([[change.contributors] for change in changes]) * np.ones(receivers)
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
     for d, extent in enumerate(shape):
         cuts = [(wanted.get(d, ()), held.get(d, ())) for wanted, held in by_dim]
         wanted_cuts, held_cuts = [x for x, _ in cuts], [x for _, x in cuts]
-        of_dim = _rows(cuts, partial(common_lengths, at, extent))
-        if common is None:
-            common = of_dim.repeat(number, axis=0) if len(of_dim) == 1 else of_dim
-        else:
-            common *= of_dim
+        distinct = {x: common_lengths(at, extent, x) for x in dict.fromkeys(cuts)}
+        common = _times(common, [distinct[x] for x in cuts] if len(distinct) > 1 else [*distinct.values()], common)
         wanted = _rows(wanted_cuts, partial(wanted_lengths, at, extent))
         after *= wanted
         before *= _rows(held_cuts, partial(wanted_lengths, at, extent))
         if senders is not None:
             senders *= np.ceil(wanted / _rows(held_cuts, partial(most_held, at, extent)))
-    return _Elements(np.ones((number, *at.near.shape)) if common is None else common, before, after, senders)
+    return _Elements(common, before, after, senders)
 
 
 def _rows(keys: Sequence[K], make: Callable[[K], np.ndarray]) -> np.ndarray:
@@ -122,6 +120,16 @@ def _rows(keys: Sequence[K], make: Callable[[K], np.ndarray]) -> np.ndarray:
     index = [distinct.setdefault(key, len(distinct)) for key in keys]
     rows = [make(key) for key in distinct]
     return rows[0] if len(rows) == 1 else np.concatenate(rows).take(index, axis=0)
+
+
+def _times(table: np.ndarray, rows: Sequence[np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+    """[k, …] a table times `rows`: [1, …] for each k, or a single one for all."""
+    if len(rows) == 1 or rows[0].size < _LARGE_ROW:
+        return np.multiply(table, np.concatenate(rows), out=out)
+    product = np.empty(table.shape) if out is None else out
+    for of_table, row, to in zip(table, rows, product, strict=True):
+        np.multiply(of_table, row[0], out=to)
+    return product
 
 
 def _prices(
@@ -133,22 +141,22 @@ def _prices(
     common, before, after, senders = _elements(at, shape, changes)
     before, after = before * size, after * size
     shares = [send_shares(at, change) for change in changes]
-    near_shares = np.concatenate([x.near for x in shares])
-    near = common * near_shares
+    near_shares = [x.near for x in shares]
+    near = _times(common, near_shares)
     itself = slice(None), np.arange(len(at.receivers)), at.own_at
     own = near[itself] * size
     near_in = near.sum(axis=2) * size - own
     near_out = near.sum(axis=1) * size - own if at.whole else near_in
     far_in = far_out = near_peers = far_peers = np.zeros_like(own)
     if node.message_us:
-        peers = (common > 0) * near_shares
+        peers = _times(common > 0, near_shares)
         near_peers = peers.sum(axis=2) - peers[itself]
     if at.whole and not at.one_node:
-        far_shares = np.concatenate([x.far for x in shares])
-        far = common * far_shares
+        far_shares = [x.far for x in shares]
+        far = _times(common, far_shares)
         far_in, far_out = far.sum(axis=2) * size, far.sum(axis=1) * size
         if network.message_us:
-            far_peers = ((common > 0) * far_shares).sum(axis=2)
+            far_peers = _times(common > 0, far_shares).sum(axis=2)
     if not at.whole:
         # Only the receivers' nodes are known; everything that these do not hold comes from other nodes.
         owned = np.array([[math.prod([c.source_mesh.shape[m] for m in c.shards_split])] for c in changes])
@@ -176,7 +184,7 @@ def _prices(
     peak = np.ceil((before + after + staged).max(axis=1))
     bound = np.zeros(len(changes))
     if bounded := changes[unbounded:]:
-        nbytes = (common[unbounded:] if len(common) > 1 else common) * size
+        nbytes = common[unbounded:] * size
         bound[unbounded:] = _lower_bound_us(bounded, shape, topology, at, nbytes, after[unbounded:], own[unbounded:])
     return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
 
