@@ -64,15 +64,15 @@ def tables_of_ranks(
     if ranks is None:
         table = transfer_table(change, shape)
         return table, table
-    to, by = (
-        [np.concatenate(x) for x in zip(*[pairs(change, rank, shape) for rank in ranks], strict=True)]
+    (to, held), (receivers, holders) = (
+        map(np.concatenate, zip(*[pairs(change, rank, shape) for rank in ranks], strict=True))
         for pairs in (_pairs_to, _pairs_from)
     )
     # Ranks with equal shards have pairs in common.
-    key = (by[0] @ change.target_mesh.strides) * change.source_mesh.size + by[1] @ change.source_mesh.strides
+    key = (receivers @ change.target_mesh.strides) * change.source_mesh.size + holders @ change.source_mesh.strides
     first = np.unique(key, return_index=True)[1]
-    sent = _table(change, shape, by[0][first], by[1][first])
-    return _table(change, shape, *to), sent.select(np.isin(sent.sender[:, 0], ranks))
+    sent = _table(change, shape, receivers[first], holders[first])
+    return _table(change, shape, to, held), sent.select(np.isin(sent.sender[:, 0], ranks))
 
 
 def _by_receiver(table: TransferTable) -> TransferTable:
