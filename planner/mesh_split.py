@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from . import bounded_fan_in
-from .cost.priced_ranks import priced_ranks
+from .cost.priced_ranks import dims_across_nodes
 from .cost.topology import Topology
 from .layouts.layout import Layout, pairs_of
 from .layouts.mesh import Mesh
@@ -26,9 +26,9 @@ def split_by_nodes(
     Returns:
         The mesh, and the layouts on it.
     """
-    ranks = priced_ranks(mesh, topology)
+    across = dims_across_nodes(mesh, topology)
     for m in reversed(range(mesh.ndim)):
-        block = _block(mesh, m, topology) if ranks.spans_nodes[m] else 0
+        block = _block(mesh, m, topology) if across[m] else 0
         if 1 < block < mesh.shape[m] and all(_even(mesh, shape, layout, m) for layout in layouts):
             names = None
             if mesh.names is not None:

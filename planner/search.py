@@ -52,9 +52,7 @@ class Search:
         changes = [layout_change(self.mesh, self.dtype, a, b, self.topology.rank_nodes) for a, b in pairs]
         prices = step_prices(changes, self.shape, self.topology, unbounded)
         # Steps that `bound_fan_in` would split are excluded.
-        excluded = [False] * len(pairs)
-        if self.mesh.size > MAX_FAN_IN:
-            excluded = [exceeds_fan_in(self.mesh, a, b) for a, b in pairs]
+        excluded = [x.contributors > MAX_FAN_IN and exceeds_fan_in(self.mesh, x.source, x.target) for x in changes]
         return [
             StepPrice(math.inf if is_excluded else round(us, 3), round(lower_bound_us, 3), peak_bytes)
             for (us, lower_bound_us, peak_bytes), is_excluded in zip(prices, excluded, strict=True)
@@ -106,7 +104,7 @@ class Search:
         source, target = self.source, self.target
         ranks = priced_ranks(self.mesh, self.topology)
         intermediate = IntermediateLayouts(self.mesh, self.shape, source, target, self.topology)
-        source_bytes = int(shard_elements(ranks, self.shape, [source]).max()) * ITEMSIZE[self.dtype]
+        source_bytes = int(shard_elements(ranks, self.shape, source).max()) * ITEMSIZE[self.dtype]
         # Each further step takes at least a latency, unless it may be local, as steps to a new partial are.
         becomes_partial = any(
             isinstance(p, Partial) and p != source.placements[m] for m, p in enumerate(target.placements)

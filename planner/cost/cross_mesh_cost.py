@@ -8,8 +8,8 @@ import numpy as np
 
 from ..exchange.layout_change import LayoutChange
 from ..exchange.node_change import NodeChange, layout_change
-from ..exchange.senders import transfer_table
-from ..exchange.steps import Traffic
+from ..exchange.senders import tables_of_ranks
+from ..exchange.transfer_table import TransferTable
 from ..layouts.dtypes import ITEMSIZE
 from ..layouts.index_sets import held_sizes
 from ..layouts.layout import Layout
@@ -41,33 +41,44 @@ def cross_mesh_price(change: LayoutChange, shape: tuple[int, ...], topology: Top
 
     Counted box by box, on the ranks of `priced_ranks`.
     """
-    union, size, us, peak = change.positions, ITEMSIZE[change.dtype], 0.0, 0
+    union, size = change.positions, ITEMSIZE[change.dtype]
     ranks = priced_ranks(union, topology)
-    whole = transfer_table(change, shape) if ranks.whole else None
-    sampled = ranks.positions[ranks.receivers].tolist()
-    nodes = None if topology.rank_nodes is None else topology.nodes_of(union.rank_array)
+    sampled = ranks.positions[ranks.receivers]
+    received, sent = tables_of_ranks(change, shape, None if ranks.whole else sampled.tolist())
+    nodes = topology.nodes_of(union.rank_array)
+    index = np.full(union.size, -1)  # of each position among the priced ones
+    index[sampled] = np.arange(len(sampled))
+
+    def sums(rank: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        """[priced ranks] the sums of weights, or the number of entries."""
+        return np.bincount(index[rank], weights, minlength=len(sampled))
+
+    def near_and_far(table: TransferTable, of_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[priced ranks] the bytes that each of them exchanges with its node, and with other nodes."""
+        sender, nbytes = table.sender[:, 0], table.elements * size
+        near = nodes[sender] == nodes[table.receiver]
+        inside, across = near & (sender != table.receiver), ~near
+        return sums(of_rank[inside], nbytes[inside]), sums(of_rank[across], nbytes[across])
+
+    receiver, sender = received.receiver, received.sender[:, 0]
+    near_in, far_in = near_and_far(received, receiver)
+    near_out, far_out = near_and_far(sent, sent.sender[:, 0])
+    kept = sender == receiver
+    own = sums(receiver[kept], received.elements[kept] * size)
+    to, by = np.divmod(np.unique(receiver[~kept] * union.size + sender[~kept]), union.size)
+    far = nodes[to] != nodes[by]
     node, network = topology.node, topology.network
-    tables = [whole or transfer_table(change, shape, rank) for rank in sampled]
-    traffics = [Traffic.of(table, rank, nodes) for table, rank in zip(tables, sampled, strict=True)]
-    all_in, all_out = (np.array([getattr(x, name) for x in traffics], dtype=np.float64) * size
-                       for name in ("received_far", "sent_far"))  # fmt: skip
-    busiest = ranks.on_nic(all_in, all_out).tolist()
-    for rank, table, traffic, on_nic in zip(sampled, tables, traffics, busiest, strict=True):
-        sender = table.sender[:, 0]
-        own = int(table.elements[(table.receiver == rank) & (sender == rank)].sum()) * size
-        senders = np.unique(sender[(table.receiver == rank) & (sender != rank)])
-        far_senders = 0 if nodes is None else int((nodes[senders] != nodes[rank]).sum())
-        near_in, near_out = traffic.received_near * size, traffic.sent_near * size
-        far_in, far_out = traffic.received_far * size, traffic.sent_far * size
-        over_node = node.us(max(near_in, near_out), len(senders) - far_senders)
-        over_network = network.us(on_nic, far_senders)
-        packed = (0 if node.one_sided else near_in + near_out) + (0 if network.one_sided else far_in + far_out)
-        us = max(us, float(max(over_node, over_network) + topology.copy_us(own + packed)))
-        ends = (change.source_mesh, change.source), (change.target_mesh, change.target)
-        shards = [
+    over_node = node.us(np.maximum(near_in, near_out), sums(to[~far], None))
+    over_network = network.us(ranks.on_nic(far_in, far_out), sums(to[far], None))
+    packed = (0 if node.one_sided else near_in + near_out) + (0 if network.one_sided else far_in + far_out)
+    us = np.maximum(over_node, over_network) + topology.copy_us(own + packed)
+    ends = (change.source_mesh, change.source), (change.target_mesh, change.target)
+    elements = [
+        sum(
             math.prod(held_sizes(shape, layout, mesh.shape, at))
             for mesh, layout in ends
             if (at := mesh.coordinate_of(rank, union)) is not None
-        ]
-        peak = max(peak, sum(shards) * size + packed)
-    return StepPrice(us, 0.0, peak)
+        )
+        for rank in sampled.tolist()
+    ]
+    return StepPrice(float(us.max()), 0.0, int((np.array(elements) * size + packed).max()))

@@ -180,7 +180,7 @@ def found_topology(nodes: Sequence[int], machines: Sequence[MachineFigures]) -> 
         topology,
         name=f"{len(sizes)} nodes of {' or '.join(map(str, counts))} rank{'s' * (counts != [1])}",
         node_size=size,
-        nodes=RankNodes(nodes) if size is None else None,
+        nodes=RankNodes(nodes, by_rank) if size is None else None,
         origin="; ".join(dict.fromkeys(machine.source for machine in used)),
     )
 

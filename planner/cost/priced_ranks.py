@@ -14,7 +14,6 @@ from ..layouts.index_sets import (
     distinct_spans,
     is_strided,
     mesh_dims_of,
-    overlaps,
     overlaps_of_spans,
     spans_along,
 )
@@ -73,8 +72,7 @@ class PricedRanks:
         self.coordinates = np.stack(np.unravel_index(self.positions, mesh.shape))
         self.members = np.arange(self.nodes.max() + 1)[:, None] == self.nodes
         self._set_nics(ranks[is_priced], topology)
-        table = nodes.reshape(mesh.shape)
-        self.spans_nodes = [bool((table != table.take([0], axis=m)).any()) for m in range(mesh.ndim)]
+        self.spans_nodes = dims_across_nodes(mesh, topology)
         self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not self.spans_nodes[m]]
 
     def _set_peers(self) -> None:
@@ -146,6 +144,13 @@ def priced_ranks(mesh: Mesh, topology: Topology) -> PricedRanks:
     return PricedRanks(mesh, topology)
 
 
+@lru_cache(maxsize=64)
+def dims_across_nodes(mesh: Mesh, topology: Topology) -> list[bool]:
+    """For each mesh dim, whether ranks along it are on different nodes; cached."""
+    nodes = topology.nodes_of(mesh.rank_array).reshape(mesh.shape)
+    return [bool((nodes != nodes.take([0], axis=m)).any()) for m in range(mesh.ndim)]
+
+
 @lru_cache(maxsize=1024)
 def _first_of_kind(at: PricedRanks, mesh_dims: tuple[int, ...]) -> np.ndarray:
     _, first = np.unique(np.stack([at.nodes, at.kinds(mesh_dims)]), axis=1, return_index=True)
@@ -171,13 +176,14 @@ def _cached(make: Callable[Concatenate[PricedRanks, P], T]) -> Callable[Concaten
 @_cached
 def common_lengths(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
     """[1, r, p] how many indices of a tensor dim receiver r wants and its peer holds; `cuts`: (wanted, held)."""
-    others = None if at.whole or at.one_node else at.peers
     if any(map(is_strided, cuts)):
-        (wanted, shard), held = (_distinct_spans(at, extent, x) for x in cuts)
-        receivers, shard = np.unique(shard[at.receivers], return_inverse=True)
-        return overlaps_of_spans(wanted.select(receivers), shard, *held, others)[None].astype(float)
-    lengths = overlaps(extent, *cuts, at.mesh.shape, at.coordinates[:, at.receivers], at.coordinates, others)
-    return lengths[None].astype(float)
+        others = None if at.whole or at.one_node else at.peers
+        wanted, held = _spans_of_receivers(at, extent, cuts[0]), _distinct_spans(at, extent, cuts[1])
+        return overlaps_of_spans(*wanted, *held, others)[None].astype(float)
+    (low, high), (start, stop) = _spans(at, extent, cuts[0]), _spans_of_peers(at, extent, cuts[1])
+    low, high = low[at.receivers, None], high[at.receivers, None]
+    lengths = np.minimum(high, stop) - np.maximum(low, start)
+    return np.maximum(lengths, 0)[None].astype(float)
 
 
 @lru_cache(maxsize=4096)
@@ -186,8 +192,41 @@ def held_lengths(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
     if is_strided(cuts):
         spans, shard = _distinct_spans(at, extent, cuts)
         return spans.sizes(int(shard.max()) + 1)[shard][None]
-    start, stop = spans_along(extent, mesh_dims_of(cuts), at.mesh.shape, at.coordinates)
+    start, stop = _spans(at, extent, cuts)
     return (stop - start)[None]
+
+
+@lru_cache(maxsize=4096)
+def wanted_lengths(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
+    """[1, r] how many indices of a tensor dim each receiver holds."""
+    return held_lengths(at, extent, cuts)[:, at.receivers]
+
+
+@lru_cache(maxsize=4096)
+def most_held(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
+    """[1, 1] how many indices of a tensor dim the rank holds that holds most, or 1 if none holds any."""
+    return np.maximum(held_lengths(at, extent, cuts).max(keepdims=True), 1)
+
+
+@lru_cache(maxsize=1024)
+def _spans(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop [q] of what each rank holds of a tensor dim that no strided shard cuts."""
+    return spans_along(extent, mesh_dims_of(cuts), at.mesh.shape, at.coordinates)
+
+
+@lru_cache(maxsize=256)
+def _spans_of_peers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
+    """`_spans` of the peers of each receiver: [r, p], or [p] if those are all ranks."""
+    start, stop = _spans(at, extent, cuts)
+    return (start, stop) if at.whole or at.one_node else (start[at.peers], stop[at.peers])
+
+
+@lru_cache(maxsize=1024)
+def _spans_of_receivers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
+    """`_distinct_spans` of the receivers."""
+    spans, shard = _distinct_spans(at, extent, cuts)
+    receivers, shard = np.unique(shard[at.receivers], return_inverse=True)
+    return spans.select(receivers), shard
 
 
 @lru_cache(maxsize=1024)

@@ -15,13 +15,22 @@ import numpy as np
 
 from ..exchange.layout_change import LayoutChange
 from ..layouts.dtypes import ITEMSIZE
-from ..layouts.layout import Layout, receivers_contribute
-from .priced_ranks import PricedRanks, common_lengths, held_lengths, priced_ranks, send_shares
+from ..layouts.layout import Layout
+from .priced_ranks import (
+    PricedRanks,
+    common_lengths,
+    held_lengths,
+    most_held,
+    priced_ranks,
+    send_shares,
+    wanted_lengths,
+)
 from .topology import Topology
 
 K = TypeVar("K", bound=Hashable)
 
 _MAX_AT_ONCE = 1 << 16  # entries of a [changes, receivers, peers] table, so that it stays in the core's cache
+_LARGE_ROW = 512  # entries of a row from which on rows are multiplied one by one, without a table of them
 
 
 class StepPrice(NamedTuple):
@@ -62,34 +71,47 @@ def step_prices(
     return prices
 
 
-def shard_elements(at: PricedRanks, shape: Sequence[int], layouts: Sequence[Layout]) -> np.ndarray:
-    """[layouts, q] the elements of the shards of the priced ranks."""
-    elements = np.ones((len(layouts), len(at.positions)), dtype=np.int64)
-    cuts = [dict(layout.all_cuts) for layout in layouts]
+def shard_elements(at: PricedRanks, shape: Sequence[int], layout: Layout) -> np.ndarray:
+    """[q] the elements of the shards of the priced ranks."""
+    elements, cuts = np.ones(len(at.positions), dtype=np.int64), dict(layout.all_cuts)
     for d, extent in enumerate(shape):
-        elements *= _rows([by_dim.get(d, ()) for by_dim in cuts], partial(held_lengths, at, extent))
+        elements *= held_lengths(at, extent, cuts.get(d, ()))[0]
     return elements
 
 
-def _common_elements(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange]) -> np.ndarray:
-    """[k, r, p] the elements that receiver r wants and its peer holds."""
-    elements = np.ones((len(changes), *at.near.shape))
+class _Elements(NamedTuple):
+    """The elements of the shards of several changes.
+
+    Attributes:
+        common: [k, r, p] those that receiver r wants and its peer holds.
+        before, after: [k, r] those that receiver r holds before and after the change.
+        senders: [k, r] the ranks that receiver r receives from, itself included, if shards are even: the number of
+            source shards that its target shard meets, times the number of terms. None where all ranks are priced.
+    """
+
+    common: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    senders: np.ndarray | None
+
+
+def _elements(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange]) -> _Elements:
+    number, receivers = len(changes), len(at.receivers)
+    common = np.ones((number, *at.near.shape))
+    before, after = np.ones((2, number, receivers), dtype=np.int64)
+    senders = None if at.whole else np.array([[change.contributors] for change in changes]) * np.ones(receivers)
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
     for d, extent in enumerate(shape):
         cuts = [(wanted.get(d, ()), held.get(d, ())) for wanted, held in by_dim]
-        elements *= _rows(cuts, partial(common_lengths, at, extent))
-    return elements
-
-
-def _sender_counts(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange]) -> np.ndarray:
-    """[k, r] the ranks that receiver r receives from, itself included, if shards are even: the number of source shards
-    that its target shard meets, times the number of terms."""
-    counts = np.array([[change.contributors] for change in changes]) * np.ones(len(at.receivers))
-    by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
-    for d, extent in enumerate(shape):
-        wanted, held = (_rows([x[i].get(d, ()) for x in by_dim], partial(held_lengths, at, extent)) for i in (0, 1))
-        counts *= np.ceil(wanted[:, at.receivers] / np.maximum(held.max(axis=1, keepdims=True), 1))
-    return counts
+        wanted_cuts, held_cuts = [x for x, _ in cuts], [x for _, x in cuts]
+        distinct = {x: common_lengths(at, extent, x) for x in dict.fromkeys(cuts)}
+        common = _times(common, [distinct[x] for x in cuts] if len(distinct) > 1 else [*distinct.values()], common)
+        wanted = _rows(wanted_cuts, partial(wanted_lengths, at, extent))
+        after *= wanted
+        before *= _rows(held_cuts, partial(wanted_lengths, at, extent))
+        if senders is not None:
+            senders *= np.ceil(wanted / _rows(held_cuts, partial(most_held, at, extent)))
+    return _Elements(common, before, after, senders)
 
 
 def _rows(keys: Sequence[K], make: Callable[[K], np.ndarray]) -> np.ndarray:
@@ -100,50 +122,59 @@ def _rows(keys: Sequence[K], make: Callable[[K], np.ndarray]) -> np.ndarray:
     return rows[0] if len(rows) == 1 else np.concatenate(rows).take(index, axis=0)
 
 
+def _times(table: np.ndarray, rows: Sequence[np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+    """[k, …] a table times `rows`: [1, …] for each k, or a single one for all."""
+    if len(rows) == 1 or rows[0].size < _LARGE_ROW:
+        return np.multiply(table, np.concatenate(rows), out=out)
+    product = np.empty(table.shape) if out is None else out
+    for of_table, row, to in zip(table, rows, product, strict=True):
+        np.multiply(of_table, row[0], out=to)
+    return product
+
+
 def _prices(
     changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, at: PricedRanks, unbounded: int
 ) -> list[StepPrice]:
     """`step_prices` of one chunk. Arrays are [k, r], per change and receiver, and in bytes unless noted."""
     size, node, network = ITEMSIZE[changes[0].dtype], topology.node, topology.network
     contributors = np.array([[change.contributors] for change in changes])
-    layouts = {layout: i for i, layout in enumerate(dict.fromkeys([x for c in changes for x in (c.source, c.target)]))}
-    held = shard_elements(at, shape, list(layouts))[:, at.receivers] * size
-    before, after = held[[layouts[c.source] for c in changes]], held[[layouts[c.target] for c in changes]]
-    common = _common_elements(at, shape, changes)
+    common, before, after, senders = _elements(at, shape, changes)
+    before, after = before * size, after * size
     shares = [send_shares(at, change) for change in changes]
-    near_shares = np.concatenate([x.near for x in shares])
-    near = common * near_shares
+    near_shares = [x.near for x in shares]
+    near = _times(common, near_shares)
     itself = slice(None), np.arange(len(at.receivers)), at.own_at
     own = near[itself] * size
     near_in = near.sum(axis=2) * size - own
     near_out = near.sum(axis=1) * size - own if at.whole else near_in
     far_in = far_out = near_peers = far_peers = np.zeros_like(own)
     if node.message_us:
-        peers = (common > 0) * near_shares
+        peers = _times(common > 0, near_shares)
         near_peers = peers.sum(axis=2) - peers[itself]
     if at.whole and not at.one_node:
-        far_shares = np.concatenate([x.far for x in shares])
-        far = common * far_shares
+        far_shares = [x.far for x in shares]
+        far = _times(common, far_shares)
         far_in, far_out = far.sum(axis=2) * size, far.sum(axis=1) * size
         if network.message_us:
-            far_peers = ((common > 0) * far_shares).sum(axis=2)
+            far_peers = _times(common > 0, far_shares).sum(axis=2)
     if not at.whole:
         # Only the receivers' nodes are known; everything that these do not hold comes from other nodes.
-        owned = np.array([[math.prod(c.source_mesh.shape[m] for m in c.shards_split)] for c in changes])
+        owned = np.array([[math.prod([c.source_mesh.shape[m] for m in c.shards_split])] for c in changes])
         keeps = np.concatenate([x.keeps for x in shares])
         missing = np.maximum(after * contributors / owned - own - near_in, 0) * keeps
         if at.one_node:
             near_in = near_out = near_in + missing
         else:
             far_in = far_out = missing
-            others = _sender_counts(at, shape, changes) - (near > 0).sum(axis=2)
+            assert senders is not None
+            others = senders - (near > 0).sum(axis=2)
             far_peers = (missing > 0) * np.maximum(others, 1)
 
     over_node = node.us(np.maximum(near_in, near_out), near_peers)
     over_network = network.us(at.on_nic(far_in, far_out), far_peers)
     received = near_in + far_in
     packed = (0 if node.one_sided else near_in + near_out) + (0 * own if network.one_sided else far_in + far_out)
-    terms = [(c.contributors, c.contributors > 1 and receivers_contribute(c.source, c.target)) for c in changes]
+    terms = [(c.contributors, c.contributors > 1 and c.is_local) for c in changes]
     staged_terms = np.array([[0 if number == 1 else number - itself] for number, itself in terms])
     staged = packed + staged_terms * after
     split = np.array([[bool(change.split)] for change in changes])
@@ -153,7 +184,7 @@ def _prices(
     peak = np.ceil((before + after + staged).max(axis=1))
     bound = np.zeros(len(changes))
     if bounded := changes[unbounded:]:
-        nbytes = (common[unbounded:] if len(common) > 1 else common) * size
+        nbytes = common[unbounded:] * size
         bound[unbounded:] = _lower_bound_us(bounded, shape, topology, at, nbytes, after[unbounded:], own[unbounded:])
     return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
 

@@ -53,6 +53,28 @@ def transfer_table(change: LayoutChange, shape: tuple[int, ...], rank: int | Non
     return _by_receiver(TransferTable.concatenate([received, sent.select(mine)]))
 
 
+def tables_of_ranks(
+    change: LayoutChange, shape: tuple[int, ...], ranks: Sequence[int] | None
+) -> tuple[TransferTable, TransferTable]:
+    """The rows in which one of the positions `ranks` receives, and those in which one of them sends, without a
+    reduction; None: all rows, twice.
+
+    Faster than a table for each rank.
+    """
+    if ranks is None:
+        table = transfer_table(change, shape)
+        return table, table
+    (to, held), (receivers, holders) = (
+        map(np.concatenate, zip(*[pairs(change, rank, shape) for rank in ranks], strict=True))
+        for pairs in (_pairs_to, _pairs_from)
+    )
+    # Ranks with equal shards have pairs in common.
+    key = (receivers @ change.target_mesh.strides) * change.source_mesh.size + holders @ change.source_mesh.strides
+    first = np.unique(key, return_index=True)[1]
+    sent = _table(change, shape, receivers[first], holders[first])
+    return _table(change, shape, to, held), sent.select(np.isin(sent.sender[:, 0], ranks))
+
+
 def _by_receiver(table: TransferTable) -> TransferTable:
     return table.select(np.argsort(table.receiver, kind="stable"))
 

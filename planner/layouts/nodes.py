@@ -8,15 +8,20 @@ import numpy as np
 
 
 class RankNodes(tuple[int, ...]):
-    """The node of each rank, by rank. Its hash and its array are computed once, since it is part of many cache keys."""
+    """The node of each rank, by rank. Its hash and its array are computed once, since it is part of many cache keys.
+
+    Args:
+        nodes: the node of each rank.
+        array: the same as an int64 array, if it is at hand.
+    """
 
     _hash: int
     array: np.ndarray
 
-    def __new__(cls, nodes: Iterable[int] = ()) -> RankNodes:
+    def __new__(cls, nodes: Iterable[int] = (), array: np.ndarray | None = None) -> RankNodes:
         self = super().__new__(cls, nodes)
         self._hash = super(RankNodes, self).__hash__()
-        self.array = np.array(self, dtype=np.int64)
+        self.array = np.array(self, dtype=np.int64) if array is None else array
         return self
 
     def __hash__(self) -> int:

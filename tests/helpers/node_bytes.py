@@ -10,17 +10,23 @@ import numpy as np
 
 from shardweave.planner import Program
 
+_PARTS = 12
+_ROUNDS, _FINER = 4, 4  # each further round tries weights nearer to the best of the last
+
 
 def least_into_busiest_node(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: str, target: str, nodes: Sequence[int]
 ) -> float:
     """The least that the node with the most receives from others, in elements, unless nodes relay sums.
 
-    A node must receive what a rank of it wants and no rank of it holds: of a sum, at least one value per element if it
-    lacks a term, and where no other node wants the element, as many as bring all terms. Another node that adds terms
-    first would receive some of them in its place, but in a step before, so that nothing is done sooner. Over all nodes
-    together, an element needs at least as many transfers as bring its terms to one node, and one for every other node
-    that wants it and lacks a term.
+    For any weights of the nodes, of sum 1, the weighted mean of what enters them is at most what enters the busiest.
+    For each element the least that it adds to that mean is known: a node that wants it and lacks a term receives one
+    value at least, and one node, which need not want it, receives as many as bring all terms. The result is the largest
+    of these means over many weights. By duality of linear programs the best weights give what can be reached if any
+    share of the elements may take each of these ways.
+
+    Where a single node wants an element, all its terms are added there: another node that added some first would
+    receive them in its place, but in a step before, so that nothing is done sooner.
 
     Args:
         source, target: layouts as text; partial in `target` only where it is partial in `source`.
@@ -32,7 +38,7 @@ def least_into_busiest_node(
     kept = [m for m in a.partial_dims if a.tokens[m] == b.tokens[m]]
     reduced = [m for m in a.partial_dims if m not in kept]
     number = max(nodes) + 1
-    into, transfers = np.zeros(number), 0
+    found: list[tuple[np.ndarray, np.ndarray, int]] = []
     terms = {place: i for i, place in enumerate(dict.fromkeys(map(tuple, places[:, reduced].tolist())))}
     for group in dict.fromkeys(map(tuple, places[:, kept].tolist())):
         has = np.zeros((number, len(terms), held.shape[1]), dtype=bool)
@@ -41,37 +47,53 @@ def least_into_busiest_node(
             if tuple(places[position, kept]) == group:
                 has[node, terms[tuple(places[position, reduced])]] |= held[position]
                 wants[node] |= wanted[position]
-        lacking = wants & ~has.all(axis=1)
-        into += lacking.sum(axis=1)
-        patterns, counts = np.unique(
-            np.concatenate([has.reshape(-1, held.shape[1]), wants, lacking]), axis=1, return_counts=True
-        )
-        for pattern, count in zip(patterns.T, counts.tolist(), strict=True):
-            of_terms = pattern[: has[..., 0].size].reshape(number, -1)
-            into_one = _transfers(of_terms, pattern[-number:], pattern[-2 * number : -number])
-            transfers += count * into_one
-            wanting = np.flatnonzero(pattern[-2 * number : -number])
-            if len(wanting) == 1:
-                into[wanting[0]] += count * max(0, into_one - 1)
-    return max(into.max(), transfers / number)
+        patterns = np.concatenate([has.reshape(-1, held.shape[1]), wants])
+        for pattern, count in zip(*_distinct_columns(patterns), strict=True):
+            found.append((_missing(pattern[:-number].reshape(number, -1)), pattern[-number:], count))
+    weights, largest = _weights(number), 0.0
+    for _ in range(_ROUNDS):
+        means = np.zeros(len(weights))
+        for missing, wants, count in found:
+            means += count * _least_mean(missing, wants, weights)
+        largest = max(largest, float(means.max()))
+        best = weights[means.argmax()]
+        weights = best + (weights - best) / _FINER
+    return largest
 
 
-def _transfers(has: np.ndarray, lacking: np.ndarray, wants: np.ndarray) -> int:
-    """The transfers of one element: `has` [nodes, terms], `lacking` [nodes], `wants` [nodes]."""
-    if not lacking.any():
-        return 0
+def _weights(number: int) -> np.ndarray:
+    """[n, nodes] weights of nodes: all multiples of 1/`_PARTS` for up to 4 nodes; otherwise those of one node, and
+    equal."""
+    if number > 4:
+        return np.concatenate([np.eye(number), np.full((1, number), 1 / number)])
+    bars = np.array(list(combinations(range(_PARTS + number - 1), number - 1)), dtype=np.int64)
+    bars = bars.reshape(-1, number - 1)
+    return (np.diff(bars, axis=1, prepend=-1, append=_PARTS + number - 1) - 1) / _PARTS
+
+
+def _distinct_columns(table: np.ndarray) -> tuple[list[np.ndarray], list[int]]:
+    columns, counts = np.unique(table, axis=1, return_counts=True)
+    return list(columns.T), counts.tolist()
+
+
+def _missing(has: np.ndarray) -> np.ndarray:
+    """[nodes] the least number of other nodes that bring a node all terms: `has` [nodes, terms]."""
     number = len(has)
-    best = None
-    for node in np.flatnonzero(wants) if wants.sum() == 1 else range(number):
+    missing = np.zeros(number, dtype=np.int64)
+    for node in range(number):
         others = [n for n in range(number) if n != node]
-        for count in range(number):
-            chosen = (list(c) for c in combinations(others, count))
-            if any(has[[node, *c]].any(axis=0).all() for c in chosen):
-                total = count + int(lacking[others].sum())
-                best = total if best is None else min(best, total)
-                break
-    assert best is not None
-    return best
+        sets = (list(c) for count in range(number) for c in combinations(others, count))
+        missing[node] = next(len(c) for c in sets if has[[node, *c]].any(axis=0).all())
+    return missing
+
+
+def _least_mean(missing: np.ndarray, wants: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """[n] the weighted mean of the values of one element that enter nodes: `missing`, `wants` [nodes], `weights`
+    [n, nodes]."""
+    if wants.sum() <= 1:
+        return weights @ (wants * missing)
+    lacking = wants & (missing > 0)
+    return weights @ lacking + (weights * (missing - lacking)).min(axis=1)
 
 
 def into_nodes(program: Program, nodes: Sequence[int]) -> list[int]:

@@ -169,12 +169,11 @@ def over_least(seeds: range) -> list[float]:
 
 
 def check_over_least(over: list[float]) -> None:
-    """Linear programs over all trees by which sums can travel say that what `least_into_busiest_node` returns can be
-    reached, or less where nodes relay sums. In programs each rank holds one box, so that what a node adds is one part
-    of each shard, and a plan that takes 20% less time is preferred to one that receives less: some are over it by up to
-    a fifth of the tensor."""
-    assert sum(x <= 0.05 for x in over) >= 0.93 * len(over), over
-    assert max(over) <= 0.2, over
+    """What `least_into_busiest_node` returns can be reached if any share of the elements may take each way. In programs
+    each rank holds one box, so that what a node adds is one part of each shard, and a plan that takes 20% less time is
+    preferred to one that receives less: 3 in 100 are over it by more than 5% of the tensor, the worst by 12%."""
+    assert sum(x <= 0.05 for x in over) >= 0.9 * len(over), over  # of some 50 cases
+    assert max(over) <= 0.13, over
 
 
 def test_random_sums_on_uneven_nodes_receive_least() -> None:
