@@ -529,3 +529,20 @@ def test_small_dispatch_on_gloo_is_one_exchange(hidden: int, exchanges: int, mon
         with torch.no_grad():
             d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
         assert requests == dict.fromkeys(range(3), most)
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_gradients_of_weights_of_several_combines_and_of_row_weights_add(one_sided: bool) -> None:
+    settings = {"num_experts": 6, "top_k": 2, "hidden": 8, "max_tokens": 5, "dtype": torch.float32}
+    d = VirtualTokenDispatcher(3, one_sided=one_sided, **settings)
+    tokens = [tokens_of(r, 5, 2, 6, 8, torch.float32, "uniform") for r in range(3)]
+    xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
+    routed = d.dispatch(xs, [t.ids for t in tokens], weights)
+    ys = d.combine([2 * r.x for r in routed], routed)
+    more = d.combine([r.x * r.weights[:, None] for r in routed], routed, weighted=False)
+    third = d.combine([r.x.square() for r in routed], routed)
+    torch.autograd.backward([*ys, *more, *third], 3 * [t.gradient for t in tokens])
+    for t, w in zip(tokens, weights, strict=True):
+        x, gradient = t.x.double(), t.gradient.double()
+        want = (gradient * (3 * x + x.square())).sum(1, keepdim=True) * (t.ids >= 0)
+        assert_near(w.grad, want, torch.float32, "dweights")
