@@ -304,7 +304,7 @@ def test_missing_rank_is_noticed_on_all_nodes() -> None:
 
     A rank without tokens has no sums.
     """
-    ends = end_ranks(never_combines, 4, environment={"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "3"})
+    ends = end_ranks(never_combines, 4, environment={"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_TIMEOUT": "6"})
     assert [end.error is not None or end.value for end in ends] == [rank != 1 for rank in range(4)], ends
     assert ends[0].error is not None
     assert all(end.error in (None, "MeetingTimeoutError", "PeerError") for end in ends), ends
