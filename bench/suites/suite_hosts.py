@@ -42,7 +42,7 @@ LAYOUTS = [
     ("S0 S0", "R R"), ("S0 S1", "S1 S0"), ("P P", "R R"), ("P P", "S0 S0"), ("R S0", "S0 S0"), ("S0 R", "S1 R"),
     ("R S0", "R S1"),
 ]  # fmt: skip
-_TURN_SECONDS, _WARM_CALLS, _LONGEST = 0.05, 2, 7200.0
+_TURN_SECONDS, _WARM_CALLS, _LONGEST = 0.3, 2, 7200.0
 _BYTES_ARE = "received by a host over its link during a call, headers included, of the host with most"
 _HOST_OF = [host for host, ranks in enumerate(HOSTS) for _ in ranks]
 
