@@ -172,7 +172,7 @@ class TwoSidedRound(_Round):
     def messages(self, xs: list[torch.Tensor], fingerprint: int) -> tuple[Transfer, torch.Tensor]:
         """Pack all tensors. Returns the transfer and its receive buffer."""
         packed, received = (
-            torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (self.packed, self.received)
+            self.transport.empty((nbytes,), torch.uint8, self.device) for nbytes in (self.packed, self.received)
         )
         for i, step in self.steps.items():
             step.pack([xs[i]], [packed.view(step.dtype)])

@@ -60,7 +60,7 @@ class CollectiveReduction(BoundStep):
         if self.scatters:
             received = out
             if not self.receives_in_output:
-                received = torch.empty(out.numel(), dtype=self.dtype, device=self.device)
+                received = self.transport.empty((out.numel(),), self.dtype, self.device)
             yield ReduceScatter(self.group, self._terms(x), received.view(-1), self.op, fingerprint, output)
             if not self.receives_in_output:
                 self.unpack([received], [out])
@@ -72,6 +72,6 @@ class CollectiveReduction(BoundStep):
     def _terms(self, x: torch.Tensor) -> torch.Tensor:
         if self.in_place is not None:
             return x.as_strided((self.packed,), (1,), x.storage_offset() + self.in_place)
-        terms = torch.empty(self.packed, dtype=self.dtype, device=self.device)
+        terms = self.transport.empty((self.packed,), self.dtype, self.device)
         self.pack([x], [terms])
         return terms

@@ -101,7 +101,7 @@ class HierarchicalStep(PutStep):
         unreduced = x if isinstance(x, Unreduced) else None
         x = x.out if isinstance(x, Unreduced) else x
         opened = yield from self.open(fingerprint)
-        received = torch.empty(self.remote.received, dtype=self.dtype, device=self.device)
+        received = self.transport.empty((self.remote.received,), self.dtype, self.device)
         started = yield StartTransfer(self.remote.transfer(x, received, fingerprint, opened.out, unreduced))
         if unreduced:
             self.remote.reductions[-1](unreduced.buffers, [x])
@@ -150,7 +150,7 @@ class HierarchicalWindowStep(WindowStep):
 
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         out, remote, window = self.empty(), self.remote, self.window
-        received = torch.empty(remote.received, dtype=self.dtype, device=self.device)
+        received = self.transport.empty((remote.received,), self.dtype, self.device)
         started = yield StartTransfer(remote.transfer(x, received, fingerprint, out))
         turn = self.transport.turn(fingerprint, out=out)
         if window is not None:

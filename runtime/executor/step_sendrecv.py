@@ -261,7 +261,7 @@ class SendRecvStep(BoundStep):
         assert not isinstance(x, Unreduced)
         buffers = x if isinstance(x, list) else [x]
         out = None if self.keep_scattered else self.empty()
-        received = torch.empty(self.received, dtype=self.dtype, device=self.device)
+        received = self.transport.empty((self.received,), self.dtype, self.device)
         # All ranks of a group take part in a collective, including those that send and receive nothing.
         if self.group or self.sends or self.receives:
             request = self.messages(buffers, received if out is None else out, received, fingerprint)
@@ -277,7 +277,7 @@ class SendRecvStep(BoundStep):
         unreduced = x if isinstance(x, Unreduced) else None
         buffers = [unreduced.out] if unreduced else x if isinstance(x, list) else [cast("torch.Tensor", x)]
         out = self.empty()
-        received = torch.empty(self.received, dtype=self.dtype, device=self.device)
+        received = self.transport.empty((self.received,), self.dtype, self.device)
         started = None
         if self.sends or self.receives:
             messages = self.messages(buffers, out, received, fingerprint, unreduced)
@@ -313,7 +313,7 @@ class SendRecvStep(BoundStep):
     ) -> Transfer | AllToAll | AllGather:
         """The request for the exchange, packed unless it is in pieces. `unreduced`: the input, if it is reduced piece
         by piece."""
-        packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
+        packed = self.transport.empty((self.packed,), self.dtype, self.device)
         self.pack(buffers, [packed])
         packed_bytes, received_bytes, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
         if self.is_all_to_all:

@@ -28,6 +28,7 @@ from .comm_requests import (
 )
 from .device_fingerprints import DeviceFingerprints
 from .rendezvous.rendezvous import Rendezvous
+from .shared_memory.private_pool import pooled
 from .watchdog import Watchdog
 
 _SHORTEST_WAIT = timedelta(milliseconds=1)
@@ -101,7 +102,7 @@ class ProcessGroupTransport:
         return rank
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return pooled(shape, dtype) if device.type == "cpu" else torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
         """Does nothing: the notice in the store is enough, because messages of other calls are never received."""

@@ -10,7 +10,6 @@ Messages carry a fingerprint of their operation, so that no rank takes the chunk
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,14 +19,10 @@ import torch
 from ....kernels import Buffers, CountedPairs, Groups, locate_rows, push_rows
 from ...statistics import stats
 from ...transports.base import TwoSidedTransport
-from ...transports.process_group import ProcessGroupTransport
-from ...transports.shared_memory.private_pool import pooled
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
 from .base import ROUTING, Delivery, Read, Shared, Steps, TokenTransfer
 from .chunk_exchange import ChunkExchange, Rows
-
-_LEAST_POOLED = 1 << 16  # bytes
 
 
 class SendRecvTransfer(TokenTransfer):
@@ -193,13 +188,6 @@ class SendRecvTransfer(TokenTransfer):
             torch.index_select(values.detach(), 0, places, out=rows)
         yield from self._exchange(operation, packed, receives, returned, sends, most)
         return returned
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        pages = self.device.type == "cpu" and isinstance(self.transport, ProcessGroupTransport)
-        # What is small comes from memory that the allocator keeps anyway.
-        if pages and math.prod(shape) * dtype.itemsize >= _LEAST_POOLED:
-            return pooled(shape, dtype)
-        return super()._empty(shape, dtype)
 
     def _exchange(
         self,

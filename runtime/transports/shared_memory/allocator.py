@@ -1,4 +1,4 @@
-"""An allocator of shared memory: pieces of segments, of which free ones keep their pages up to a limit."""
+"""An allocator of pieces of segments of memory, of which free ones keep their pages up to a limit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from ....errors import TransportError
 from .memory_pressure import is_short_of_memory
-from .segments import NAMED_FOLDER, Segment
+from .segments import NAMED_FOLDER, PrivateSegment, Segment
+
+Memory = TypeVar("Memory", bound=Segment | PrivateSegment)
 
 MAX_SEGMENTS = 512
 _SEGMENT_BYTES = 64 << 20
@@ -98,7 +102,7 @@ class Gaps:
         return nbytes
 
 
-class Allocator:
+class Allocator(Generic[Memory]):
     """Allocates pieces of segments. As long as it is open, the index of a segment and an offset address the same place.
 
     Pages are in one of three states: in use; free, where the least recently used ones are returned to the system if
@@ -116,9 +120,10 @@ class Allocator:
         limit: of `free` and `ready` together, in bytes; None: DEFAULT_LIMIT, or as much `free` as `allocated`.
     """
 
-    def __init__(self, name: str, named: bool, limit: int | None) -> None:
-        self.name, self.named = name, named
-        self.segments: list[Segment] = []
+    def __init__(self, name: str, new_segment: Callable[[int], Memory], limit: int | None) -> None:
+        self.name = name
+        self._new_segment = new_segment
+        self.segments: list[Memory] = []
         self.allocated = self.free = self.ready = 0
         self.returned: deque[Piece | None] = deque()  # None: check the limit
         self._idle: dict[int, deque[Piece]] = {}
@@ -300,13 +305,13 @@ class Allocator:
     def _grow(self, size: int) -> None:
         """Map another segment, at least as large as all others together, so that there are few for any sizes."""
         if len(self.segments) == MAX_SEGMENTS:
-            raise TransportError(f"shared pool {self.name}: {MAX_SEGMENTS} segments are in use")
+            raise TransportError(f"pool {self.name}: {MAX_SEGMENTS} segments are in use")
         exact = size + _PAGE
         mapped = sum(segment.nbytes for segment in self.segments)
         try:
-            segment = Segment(self.name, max(_SEGMENT_BYTES, mapped, 1 << exact.bit_length()), self.named, False)
+            segment = self._new_segment(max(_SEGMENT_BYTES, mapped, 1 << exact.bit_length()))
         except TransportError:  # addresses may be limited (ulimit -v)
-            segment = Segment(self.name, exact, self.named, False)
+            segment = self._new_segment(exact)
         self.segments.append(segment)
         # One page is left between segments, so that their gaps are not merged.
         self._gaps.add(segment.address, segment.nbytes - _PAGE)
@@ -345,11 +350,11 @@ class Allocator:
             segment.give_back(address - segment.address, nbytes)
         self._gaps.add(address, nbytes)
 
-    def _segment_at(self, address: int) -> Segment:
+    def _segment_at(self, address: int) -> Memory:
         return next(s for s in self.segments if 0 <= address - s.address < s.nbytes)
 
 
-class _OfParent(Allocator):
+class _OfParent(Allocator[Any]):
     """An allocator in a forked child, which must not allocate or free: the memory is managed by the parent."""
 
     def take(self, idle: deque[Piece], size: int) -> Piece:
@@ -365,7 +370,7 @@ class _OfParent(Allocator):
         pass
 
 
-allocators: weakref.WeakSet[Allocator] = weakref.WeakSet()
+allocators: weakref.WeakSet[Allocator[Any]] = weakref.WeakSet()
 """The allocators of this process, including those of ended groups that still have tensors."""
 
 

@@ -14,8 +14,8 @@ _limit: int | None = None  # by `set_pool_limit`
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of shared memory of this process for redistributions on the `shared_memory` and `hierarchical` transports,
-    and of memory that token dispatch on `process_group` keeps on CPUs, which no other process maps.
+    """Bytes of shared memory of this process on the `shared_memory` and `hierarchical` transports, and of memory for CPU
+    tensors on `process_group`, which no other process maps.
 
     Attributes:
         allocated: in use by tensors, in whole pages, rounded up by at most an eighth.
@@ -49,8 +49,9 @@ def set_pool_limit(nbytes: int | None) -> None:
     """Set how much shared memory this process keeps that no tensor uses.
 
     Outputs of redistributions on the `shared_memory` and `hierarchical` transports are in memory that all ranks of a
-    machine map. When the last tensor on such memory dies, the memory is kept for later outputs of any size, up to this
-    limit; beyond it, the least recently used memory is returned to the system. Receive buffers that ranks keep for each
+    machine map, those of 64 KiB and more on `process_group` in memory of this process alone; buffers of messages are in
+    both. When the last tensor on such memory dies, the memory is kept for later tensors of any size, up to this limit;
+    beyond it, the least recently used memory is returned to the system. Receive buffers that ranks keep for each
     other's next call count, up to half of the limit; those that are kept already stay until their redistribution runs
     again.
 

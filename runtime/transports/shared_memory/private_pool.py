@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
 import torch
 
-from .tensors import SharedPool
+from .segments import PrivateSegment
+from .tensors import Pool
 
-_pools: dict[int, SharedPool] = {}
+_LEAST_POOLED = 1 << 16
+"""Bytes of a tensor; what is smaller comes from memory that torch's allocator keeps anyway."""
+_pools: dict[int, Pool[PrivateSegment]] = {}
 """By process: a forked one may not use its parent's."""
 
 
 def pooled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised contiguous tensor on the CPU. `set_pool_limit` and `pool_memory` count its memory.
+    """An uninitialised contiguous tensor on the CPU. `set_pool_limit` and `pool_memory` count the memory of large ones.
 
     Raises:
         TransportError: there is not enough memory.
     """
-    if not hasattr(os, "memfd_create"):
+    if math.prod(shape) * dtype.itemsize < _LEAST_POOLED:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     pool = _pools.get(os.getpid())
     if pool is None:
-        pool = _pools[os.getpid()] = SharedPool("shardweave-private", named=False)
+        pool = _pools[os.getpid()] = Pool("shardweave-private", PrivateSegment)
     return pool.empty(shape, dtype)

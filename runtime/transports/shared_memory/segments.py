@@ -161,6 +161,29 @@ class Segment:
         self.map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
 
+class PrivateSegment:
+    """Memory of this process alone.
+
+    Raises:
+        TransportError: there is not enough memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            self.map = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise TransportError(f"{nbytes} bytes of memory: {error}") from error
+        self.address = bytes_of(self.map).data_ptr()
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Does nothing: pages are allocated on use."""
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Return pages to the system. They are zeros when used again."""
+        self.map.madvise(mmap.MADV_DONTNEED, offset, nbytes)
+
+
 def bytes_of(mapped: mmap.mmap) -> torch.Tensor:
     """uint8 [nbytes]: a whole mapping, as a tensor that may be written outside of inference mode."""
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Tensors in memory that peers map; their memory is reused after the last tensor on it dies."""
+"""Tensors in pooled memory, which is reused after the last tensor on it dies."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Generic
 
 import numpy as np
 import torch
 
-from .allocator import MAX_SEGMENTS, Allocator, Piece, block_size
+from .allocator import MAX_SEGMENTS, Allocator, Memory, Piece, block_size
 from .pool_controls import pool_limit
+from .segments import Segment
 
-__all__ = ["MAX_SEGMENTS", "SharedPool"]
+__all__ = ["MAX_SEGMENTS", "Pool", "SharedPool"]
 
 _CACHED_TYPES = 4096
 _TYPESTR = {
@@ -59,17 +61,16 @@ class _TensorType:
         self.dtype = None if named else dtype
 
 
-class SharedPool:
-    """Allocates tensors in shared segments. A segment's index and an offset address a place for the life of the pool.
+class Pool(Generic[Memory]):
+    """Allocates tensors in segments of memory, which `new_segment` makes, of a number of bytes.
 
     Free memory keeps its pages within the limit of `set_pool_limit`. When the pool is deleted, all free memory is
     released; memory in use is released with its tensors.
     """
 
-    def __init__(self, name: str, named: bool) -> None:
-        self.name, self.named = name, named
-        self.allocator = Allocator(name, named, pool_limit())
-        self.segments = self.allocator.segments
+    def __init__(self, name: str, new_segment: Callable[[int], Memory]) -> None:
+        self.name = name
+        self.allocator = Allocator(name, new_segment, pool_limit())
         self._types: dict[tuple[tuple[int, ...], torch.dtype], _TensorType] = {}
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -80,7 +81,7 @@ class SharedPool:
         """An uninitialised contiguous tensor.
 
         Raises:
-            TransportError: there is not enough shared memory.
+            TransportError: there is not enough memory.
         """
         shape = tuple(shape)
         kind = self._types.get((shape, dtype)) or self._new_type(shape, dtype)
@@ -88,6 +89,21 @@ class SharedPool:
         piece = allocator.take(kind.idle, kind.size)
         tensor = torch.from_numpy(np.asarray(Block(allocator, piece, shape, kind.typestr)))
         return tensor if kind.dtype is None else tensor.view(kind.dtype)
+
+    def _new_type(self, shape: tuple[int, ...], dtype: torch.dtype) -> _TensorType:
+        size = block_size(math.prod(shape) * dtype.itemsize)
+        if len(self._types) >= _CACHED_TYPES:
+            self._types.clear()
+        kind = self._types[shape, dtype] = _TensorType(self.allocator.idle(size), shape, dtype, size)
+        return kind
+
+
+class SharedPool(Pool[Segment]):
+    """A pool of memory that peers map. A segment's index and an offset address a place for the life of the pool."""
+
+    def __init__(self, name: str, named: bool) -> None:
+        super().__init__(name, lambda nbytes: Segment(name, nbytes, named, reserve=False))
+        self.named, self.segments = named, self.allocator.segments
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in memory of this pool."""
@@ -107,10 +123,3 @@ class SharedPool:
     def freeze(self) -> None:
         """Release no pages from now on: a peer that has not noticed a failure may still be writing."""
         self.allocator.freeze()
-
-    def _new_type(self, shape: tuple[int, ...], dtype: torch.dtype) -> _TensorType:
-        size = block_size(math.prod(shape) * dtype.itemsize)
-        if len(self._types) >= _CACHED_TYPES:
-            self._types.clear()
-        kind = self._types[shape, dtype] = _TensorType(self.allocator.idle(size), shape, dtype, size)
-        return kind

@@ -18,12 +18,13 @@ import shardweave
 from shardweave.runtime.transports.shared_memory import receive_buffers
 from shardweave.runtime.transports.shared_memory.allocator import Allocator
 from shardweave.runtime.transports.shared_memory.receive_buffers import ReceiveBuffers
+from shardweave.runtime.transports.shared_memory.segments import PrivateSegment
 
 
 @pytest.mark.plan
 def test_receive_buffers_drop_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receive_buffers, "MOST_KEPT", 100)
-    allocator = Allocator("shardweave-test", False, 2000)
+    allocator = Allocator("shardweave-test", PrivateSegment, 2000)
     kept, buffer = ReceiveBuffers(allocator), torch.empty(0)
     for fingerprint in (1, 2, 3):
         kept.keep(fingerprint, buffer, fingerprint, [fingerprint], 30, 40)
