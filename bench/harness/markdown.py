@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from .result_file import Results, Row, contenders
+from .result_file import UNITS, Results, Row, contenders
 
 UNIT = "of a round: median (quartiles); of several ranks each round is the slowest rank's"
 DRY = "A dry run on tiny sizes: no figure here means anything."
+_LEAST_ON_LINK = 1 << 20  # bytes; fewer are over before the link is full
 WRONG = "Wrong results, and what has none because it failed:"
 
 
@@ -56,7 +57,7 @@ def machine_lines(about: Mapping[str, Any]) -> list[str]:
 
 def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[tuple[Row, list[str]]]]:
     """The heads, and the cells of each row, ours first in each case. Columns without any entry are left out."""
-    heads = ["case", "contender", "median", "quartiles", "÷ ours", "bytes", "bound", "of bare copy", "cache"]
+    heads = ["case", "contender", "median", "quartiles", "÷ ours", "bytes", "bound", "of link", "of bare copy", "cache"]
     body = []
     for case, group in groupby(rows, key=lambda row: row.case):
         by_name = {row.contender: row for row in group}
@@ -69,11 +70,20 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[tuple[Row, list[st
                 case, name, f"{figure(row.median)} {row.unit}", f"{figure(low)} to {figure(high)}",
                 f"{row.median / unit:.2f}" if unit else "",
                 *("" if count is None else f"{count:,}" for count in (row.bytes, row.bound_bytes)),
+                _share_of_link(row),
                 "" if row.share_of_ceiling is None else f"{row.share_of_ceiling:.0%}",
                 "" if cold is None else "cold" if cold else "warm",
             ]))  # fmt: skip
     shown = [i for i in range(len(heads)) if any(cells[i] for _, cells in body)]
     return [heads[i] for i in shown], [(row, [cells[i] for i in shown]) for row, cells in body]
+
+
+def _share_of_link(row: Row) -> str:
+    """How much of the rate of the link the bytes take; nothing where they are few."""
+    rate = row.detail.get("gigabits")
+    if rate is None or not row.bytes or row.bytes < _LEAST_ON_LINK:
+        return ""
+    return f"{row.bytes * 8e-9 / rate / (row.median * UNITS[row.unit]):.0%}"
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:

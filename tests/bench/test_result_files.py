@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardweave.bench.harness import machine
-from shardweave.bench.harness.markdown import as_markdown, provenance_lines
+from shardweave.bench.harness.markdown import as_markdown, provenance_lines, table_cells
 from shardweave.bench.harness.result_file import Missing, Results, Row, read
 from shardweave.errors import ArgumentError
 
@@ -69,6 +69,14 @@ def test_as_markdown() -> None:
     ):
         assert part in text
     assert "no figure" not in text and "no figure" in as_markdown(replace(RESULTS, scale="dry"))
+
+
+@pytest.mark.parametrize(("nbytes", "shown"), [(8_388_608, "89%"), (8_388, "")])
+def test_share_of_link(nbytes: int, shown: str) -> None:
+    """Of 1 Gbit/s, by 8,388,608 bytes in 75 ms."""
+    row = Row("hosts", "a", "ours", "ms", (75.0,), bytes=nbytes, detail={"gigabits": 1.0})
+    heads, ((_, cells),) = table_cells([row])
+    assert dict(zip(heads, cells, strict=True)).get("of link", "") == shown
 
 
 def test_machine_kind_and_cpu_model(tmp_path: Path) -> None:
