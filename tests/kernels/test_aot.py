@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from variants import crossed
 
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.aot import TARGETS, accesses
@@ -46,16 +47,16 @@ each_target = pytest.mark.parametrize(
 """One GPU of each vendor, and the others in `make test-long`."""
 
 
-def one_target_in_turn(*values: Sequence[Any]) -> list[Any]:
-    """Parameters (target, value, …) for all values. Neighbours are compiled for GPUs of different vendors, so that any
-    two of a case's parameters meet; for the other GPUs in `make test-long`."""
-    cases = []
-    for case in product(*map(enumerate, values)):
-        vendor = ("sm_90", "gfx942")[sum(place for place, _ in case) % 2]
-        for target in TARGETS:
-            marks = () if target == vendor else pytest.mark.long
-            cases.append(pytest.param(target, *(value for _, value in case), marks=marks))
-    return cases
+def each_target_in_turn(names: str, *values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test over `target` and all values. Neighbouring cases are compiled for GPUs of different vendors:
+    each value meets both vendors, and each value of the other parameters. `make test-long` has all GPUs."""
+    vendors = ("sm_90", "gfx942")
+
+    def gate(target: str, *case: Any) -> bool:
+        places = (of.index(value) for of, value in zip(values, case, strict=True))
+        return target == vendors[sum(places) % len(vendors)]
+
+    return crossed(f"target, {names}", list(TARGETS), *values, gate=gate, ids=str)
 
 
 def boxes_of(kind: str, contributors: int = 1, fill: bool = False) -> StridedBoxes:
@@ -101,10 +102,7 @@ def soft(target: str, *dtypes: torch.dtype) -> bool:
     return torch.float8_e4m3fn in dtypes and target in aot.WITHOUT_FLOAT8
 
 
-COPIES = one_target_in_turn(("wide", "odd", "transposed", "odd transposed", "strided"), (1, 2, 4, 8))
-
-
-@pytest.mark.parametrize(("target", "kind", "itemsize"), COPIES)
+@each_target_in_turn("kind, itemsize", ("wide", "odd", "transposed", "odd transposed", "strided"), (1, 2, 4, 8))
 def test_copy_boxes_is_vectorised_and_does_not_spill(target, kind, itemsize):
     boxes = boxes_of(kind)
     (launch,) = copy_launches(boxes, itemsize)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_aot import TARGETS, accesses, assert_no_spill, each_target, one_target_in_turn
+from test_aot import TARGETS, accesses, assert_no_spill, each_target, each_target_in_turn
 from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
@@ -91,9 +91,7 @@ def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
     return aot.compile_kernel(kernel, target, constants, signature, aligned)
 
 
-@pytest.mark.parametrize(
-    "target, case", one_target_in_turn([(3, True), (256, False), (MOST_PHYSICAL_EXPERTS, True)]), ids=str
-)
+@each_target_in_turn("case", [(3, True), (256, False), (MOST_PHYSICAL_EXPERTS, True)])
 def test_count_pairs_does_not_spill(target, case):
     physical_experts, looked_up = case
     padded, peers = max(32, triton.next_power_of_2(physical_experts)), 7 if looked_up else 0
@@ -115,7 +113,7 @@ def test_count_pairs_does_not_spill(target, case):
     assert_no_spill(compile_kernel(share_counts_kernel, target, share, counts="*i32"), target)
 
 
-@pytest.mark.parametrize("target, physical_experts", one_target_in_turn([3, 300, MOST_PHYSICAL_EXPERTS]))
+@each_target_in_turn("physical_experts", [3, 300, MOST_PHYSICAL_EXPERTS])
 def test_group_rows_does_not_spill(target, physical_experts):
     padded = max(32, triton.next_power_of_2(physical_experts))
     for batched in (False, True):
@@ -124,7 +122,7 @@ def test_group_rows_does_not_spill(target, physical_experts):
         assert_no_spill(compile_kernel(group_rows_kernel, target, constants), target)
 
 
-@pytest.mark.parametrize("target, case", one_target_in_turn([(3, 32), (256, 8), (MOST_PHYSICAL_EXPERTS, 1)]), ids=str)
+@each_target_in_turn("case", [(3, 32), (256, 8), (MOST_PHYSICAL_EXPERTS, 1)])
 def test_route_rows_does_not_spill(target, case):
     physical_experts, k = case
     padded, width = max(32, triton.next_power_of_2(physical_experts)), triton.next_power_of_2(k)
@@ -133,7 +131,7 @@ def test_route_rows_does_not_spill(target, case):
     assert_no_spill(compile_kernel(route_rows_kernel, target, constants), target)
 
 
-@pytest.mark.parametrize("target, k", one_target_in_turn([1, 3, 32]))
+@each_target_in_turn("k", [1, 3, 32])
 def test_locate_rows_and_gather_values_do_not_spill(target, k):
     width = triton.next_power_of_2(k)
     constants = {"K": k, "KP": width, "TOKENS": tokens_at_a_time(width), "num_warps": 4}
@@ -164,7 +162,7 @@ def assert_equal_without_signals(got: int, want: int, constants: dict) -> None:
     assert got >= want if constants["PEERS"] else got == want, (got, want)
 
 
-@pytest.mark.parametrize("target, rows", one_target_in_turn(ROWS), ids=str)
+@each_target_in_turn("rows", ROWS)
 def test_push_rows_is_vectorised_and_does_not_spill(target, rows):
     dtype, hidden, k = rows
     constants = {**row_launch(dtype, hidden), "K": k, "PADDING": 8, "HAS_WEIGHTS": True, "CHOSEN": False}
@@ -193,9 +191,7 @@ def fused_operations(compiled) -> list[str]:
     return [line for line in fused if not re.search(r"_mix.* 1\.0,|_mix.*, (?:neg\()?0\b", line)]
 
 
-@pytest.mark.parametrize(
-    "target, case", one_target_in_turn([*((*rows, False) for rows in ROWS), (*ROWS[2], True)]), ids=str
-)
+@each_target_in_turn("case", [*((*rows, False) for rows in ROWS), (*ROWS[2], True)])
 def test_combine_rows_is_vectorised_and_does_not_spill(target, case):
     dtype, hidden, k, nested = case
     constants = {**row_launch(dtype, hidden), "K": k, "DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "HAS_ADD": True}
@@ -217,7 +213,7 @@ def test_combine_rows_is_vectorised_and_does_not_spill(target, case):
     assert not fused_operations(compiled)
 
 
-@pytest.mark.parametrize("target, rows", one_target_in_turn(ROWS), ids=str)
+@each_target_in_turn("rows", ROWS)
 def test_kernels_of_deduped_tokens_are_vectorised_and_do_not_spill(target, rows):
     dtype, hidden, k = rows
     constants = {**row_launch(dtype, hidden), "K": k, "KP": triton.next_power_of_2(k)}
@@ -242,7 +238,7 @@ def test_kernels_of_deduped_tokens_are_vectorised_and_do_not_spill(target, rows)
     assert not fused_operations(push)
 
 
-@pytest.mark.parametrize("target, dtype", one_target_in_turn([torch.bfloat16, torch.float32]), ids=str)
+@each_target_in_turn("dtype", [torch.bfloat16, torch.float32])
 def test_weigh_rows_is_vectorised_and_does_not_spill(target, dtype):
     constants = {**row_launch(dtype, 7168), "DTYPE": ELEMENTS[dtype], "SOFT": False, "enable_fp_fusion": False}
     compiled = compile_kernel(weigh_rows_kernel, target, constants)
@@ -259,7 +255,7 @@ def test_copy_rows_is_vectorised_and_does_not_spill(target):
     assert wide(compiled, target) == (2048 * 2 // (16 * TARGETS[target].warp_size * 4),) * 2
 
 
-@pytest.mark.parametrize("target, dtype", one_target_in_turn([torch.bfloat16, torch.float32]), ids=str)
+@each_target_in_turn("dtype", [torch.bfloat16, torch.float32])
 def test_receive_rows_and_offer_rows_in_windows(target, dtype):
     """Launches that wait for peers and signal them, with all that they can do besides."""
     constants = {**row_constants(dtype, 7168), "COLS": 4096 // dtype.itemsize, "num_warps": 4}
@@ -289,12 +285,11 @@ def test_fill_rows_is_vectorised_and_does_not_spill(target):
     assert wide(compiled, target) == (0, 2048 * 2 // (16 * TARGETS[target].warp_size * 4))
 
 
-@pytest.mark.parametrize(
-    "target, rows, quantize, counted",
-    one_target_in_turn(
-        [(torch.bfloat16, 7168), (torch.float32, 4096), (torch.float16, 2501)], QUANTIZATIONS, [True, False]
-    ),
-    ids=str,
+@each_target_in_turn(
+    "rows, quantize, counted",
+    [(torch.bfloat16, 7168), (torch.float32, 4096), (torch.float16, 2501)],
+    list(QUANTIZATIONS),
+    [True, False],
 )
 def test_quantize_rows_is_vectorised_and_does_not_spill(target, rows, quantize, counted):
     """float8 by integers, on targets without it too."""
@@ -319,10 +314,10 @@ def quantizing(quantize: str, dtype: torch.dtype, hidden: int, columns: int) -> 
     return how.constants(dtype, hidden, columns) | QuantizedRows(how, rows.begins[1]).places(rows.nbytes)
 
 
-@pytest.mark.parametrize(
-    "target, rows, quantize",
-    one_target_in_turn([(torch.bfloat16, 7168, 8), (torch.float32, 7168, 8), (torch.float16, 2500, 3)], QUANTIZATIONS),
-    ids=str,
+@each_target_in_turn(
+    "rows, quantize",
+    [(torch.bfloat16, 7168, 8), (torch.float32, 7168, 8), (torch.float16, 2500, 3)],
+    list(QUANTIZATIONS),
 )
 def test_push_rows_quantizes_without_spills_by_wide_accesses(target, rows, quantize):
     """float8 by integers, on targets without it too; with all that else there is."""
@@ -344,11 +339,7 @@ def test_push_rows_quantizes_without_spills_by_wide_accesses(target, rows, quant
         assert widths - {8, 16} == {scale, 4}, widths  # 4: the weights
 
 
-@pytest.mark.parametrize(
-    "target, rows, quantize",
-    one_target_in_turn([(torch.bfloat16, 7168, 8), (torch.float32, 2500, 3)], QUANTIZATIONS),
-    ids=str,
-)
+@each_target_in_turn("rows, quantize", [(torch.bfloat16, 7168, 8), (torch.float32, 2500, 3)], list(QUANTIZATIONS))
 def test_combine_rows_of_quantized_rows_does_not_spill(target, rows, quantize):
     dtype, hidden, k = rows
     how, rows = QUANTIZATIONS[quantize], packed_rows("quantize", quantize, hidden)
@@ -364,7 +355,7 @@ def test_combine_rows_of_quantized_rows_does_not_spill(target, rows, quantize):
         assert accesses(compiled, target)["load", min(elements, 16)] >= k
 
 
-@pytest.mark.parametrize("target, size", one_target_in_turn([1, 4, 224, 226]))
+@each_target_in_turn("size", [1, 4, 224, 226])
 def test_copy_columns_does_not_spill(target, size):
     constants = of_columns(size)
     names = [p.name for p in copy_columns_kernel.params if p.is_constexpr]
@@ -374,7 +365,7 @@ def test_copy_columns_does_not_spill(target, size):
     assert {width for op, width in accesses(compiled, target) if op == "store"} == {math.gcd(size, 16)}
 
 
-@pytest.mark.parametrize("target, hidden", one_target_in_turn([1, 3, 2500, 20]))
+@each_target_in_turn("hidden", [1, 3, 2500, 20])
 def test_rows_of_any_length_compile(target, hidden):
     """Accesses are as wide as the length of a row allows."""
     dtype = torch.bfloat16
