@@ -44,7 +44,7 @@ test-long: $(READY)
 
 # Every test that this machine can run, and those of the runtime on the newest torch.
 nightly: test test-nightly
-	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy
+	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy TORCH_TESTS="tests/runtime $(TOKEN_KERNELS)"
 
 # The drop-in replaces names of torch's own, which differ between its versions: the runtime's tests on another one, in an
 # environment of its own. Builds for GPUs are gigabytes. The interpreter of triton 3.6, which comes with torch 2.11, fails
@@ -70,15 +70,18 @@ $(TORCH_READY): pyproject.toml constraints.txt
 
 # On the newest release that is supported, what depends on torch's and triton's internals, on shared memory: install(),
 # redistribution, FSDP2, checkpoints, costs, dispatch modes, torch.compile, spmd_types, TokenSwitch, kernels compiled
-# ahead of time, and their launches. `make test-torch` runs the rest, and other transports.
+# ahead of time, and their launches. `make test-torch` runs the rest, and other transports. Of the kernels of tokens
+# each is compiled once as it is launched; `make nightly` compiles them with the other constants.
 NEWEST ?= $(shell sed -n 's/^torch==//p' requirements-newest.txt)
 NEWEST_WORKERS ?= 1
 DTENSOR_ON_NEWEST := drop_in redistribute fsdp checkpoint checkpointable_tensor sharding_costs dispatch_modes spmd_types \
     shard_to_partial
+TOKEN_KERNELS := tests/kernels/test_token_kernels_aot.py
+LAUNCHED := test_launched_token_kernels_are_vectorised
 ON_NEWEST := $(DTENSOR_ON_NEWEST:%=tests/runtime/dtensor/test_%.py) tests/runtime/test_torch_private_names.py \
     tests/runtime/test_flight_recorder.py tests/runtime/moe/test_compile.py tests/runtime/moe/test_token_switch*.py \
-    tests/runtime/moe/test_torchtitan_*.py tests/kernels/test_*aot.py tests/kernels/test_triton_launcher.py \
-    tests/cli/test_doctor.py
+    tests/runtime/moe/test_torchtitan_*.py tests/kernels/test_aot.py $(TOKEN_KERNELS)::$(LAUNCHED) \
+    tests/kernels/test_triton_launcher.py tests/cli/test_doctor.py
 test-newest:
 	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy TORCH_TESTS="$(ON_NEWEST)" WORKERS=$(NEWEST_WORKERS) \
 	    ARGS='-k "not process_group and not hierarchical" $(ARGS)'

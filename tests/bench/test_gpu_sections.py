@@ -72,6 +72,7 @@ def run_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
     (tmp_path / "cache/key").mkdir(parents=True)
     (tmp_path / "cache/key/kernel.cubin").write_bytes(b"machine code")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # importing hypothesis takes longer than the stand-ins
     monkeypatch.setattr(run_sections, "_PROCESSES", 2)
     monkeypatch.chdir(tmp_path)
 

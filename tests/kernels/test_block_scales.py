@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_token_kernels import device, same  # noqa: F401 # a fixture
+from variants import crossed
 
 from shardweave.errors import ArgumentError
 from shardweave.kernels import (
@@ -35,6 +36,7 @@ CASES: list[tuple[list[int], int, int, int, int]] = [
     ([96, 288], 96, 70, 48, 384),
     ([int(n) for n in np.random.default_rng(0).integers(0, 3, 150)], 1, 4, 16, 320),
 ]
+FILLS = [None, 0, -1]
 
 
 def to_blocked(scales: torch.Tensor) -> torch.Tensor:
@@ -60,8 +62,11 @@ def rows_with_scales(case: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return packed.view(torch.int32), packed[:, begin : begin + scales], offsets, block_rows(rows, len(sizes), align)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case)[:40])
-@pytest.mark.parametrize("fill", [None, 0, -1])
+# Each case with one fill.
+@crossed(
+    "case, fill", CASES, FILLS, ids=lambda value: str(value)[:40],
+    gate=lambda case, fill: (CASES.index(case) + FILLS.index(fill)) % 3 == 0,
+)  # fmt: skip
 def test_block_scales(device: str, case: Any, fill: int | None) -> None:  # noqa: F811
     sizes, _, scales, begin, _ = case
     rows, given, offsets, number = rows_with_scales(case)
@@ -88,9 +93,14 @@ def test_block_scales_writes_groups_only(device: str, case: Any) -> None:  # noq
     assert len(rest) and len(set(rest.tolist())) == 1  # left, or zero by torch operations
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case)[:40])
-@pytest.mark.parametrize("fill", [None, 0.0, math.nan])
-@pytest.mark.parametrize("copied", [True, False])
+FILLED_ROWS = [None, 0.0, math.nan]
+
+
+# Each case with one fill, copied and not.
+@crossed(
+    "case, fill, copied", CASES, FILLED_ROWS, [True, False], ids=lambda value: str(value)[:40],
+    gate=lambda case, fill, copied: (CASES.index(case) + FILLED_ROWS.index(fill) + copied) % 3 == 0,
+)  # fmt: skip
 def test_receive_rows_stores_scales_in_blocks(
     device: str,  # noqa: F811
     case: Any,
@@ -114,8 +124,13 @@ def test_receive_rows_stores_scales_in_blocks(
         assert (got[len(want) :].view(torch.int32) == bits).all() and (target[end:] == bits).all()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 12, 24, 226, 1040])
-@pytest.mark.parametrize("fill", [None, 0.0, math.nan])
+COLUMN_BYTES = [1, 2, 4, 12, 24, 226, 1040]
+
+
+@crossed(
+    "size, fill", COLUMN_BYTES, FILLED_ROWS, ids=str,
+    gate=lambda size, fill: (COLUMN_BYTES.index(size) + FILLED_ROWS.index(fill)) % 3 == 0,
+)  # fmt: skip
 def test_receive_rows_copies_columns(device: str, size: int, fill: float | None) -> None:  # noqa: F811
     """In order, of any size, from memory that is copied, or where rows stay."""
     for number, copied in ((0, True), (3, True), (37, False), (40, True)):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from moe_reference import tokens_of
 from sync_guard import SyncGuard, SyncRefused, on_the_host
+from variants import crossed
 
 from shardweave.runtime.moe import simulate
 from shardweave.runtime.moe.activation import silu_and_mul
@@ -79,10 +80,15 @@ SETTINGS = [
 PUSHED, EXACT, FIXED = {"one_sided": True}, {"one_sided": False}, {"one_sided": False, "chunk_capacity": 5}
 TWO_LEVELS = {"one_sided": False, "nodes": [0, 1, 1], "two_level": True}
 TWO_LEVELS_FIXED = {**TWO_LEVELS, "chunk_capacity": 5}
+ALGORITHMS = [PUSHED, EXACT, FIXED, TWO_LEVELS, TWO_LEVELS_FIXED]
 
 
-@pytest.mark.parametrize("algorithm", [PUSHED, EXACT, FIXED, TWO_LEVELS, TWO_LEVELS_FIXED], ids=str)
-def test_dispatch_does_not_synchronise(device, algorithm, monkeypatch):
+# Every setting with pushes; with each other algorithm two of them, one with weights and one without.
+@crossed(
+    "algorithm, number", ALGORITHMS, range(len(SETTINGS)), ids=str,
+    gate=lambda algorithm, number: algorithm is PUSHED or number // 2 == ALGORITHMS.index(algorithm) // 2 % 2,
+)  # fmt: skip
+def test_dispatch_does_not_synchronise(device, algorithm, number, monkeypatch):
     """Except for the one read of counts with chunks of exact size."""
     reads = algorithm in (EXACT, TWO_LEVELS)
     if algorithm is TWO_LEVELS:
@@ -94,22 +100,22 @@ def test_dispatch_does_not_synchronise(device, algorithm, monkeypatch):
                 monkeypatch.setattr(module, name, on_the_host(getattr(module, name)))
     elif reads and device == "cuda":
         monkeypatch.setattr(SendRecvTransfer, "_read", read_unguarded(SendRecvTransfer._read))
-    for number, given in enumerate(SETTINGS):
-        given = {**given, "overflow": "drop"} if "chunk_capacity" in algorithm else given
-        d = VirtualTokenDispatcher(
-            3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **algorithm, **given
-        )
-        weighted, again = number % 2 == 0, given.get("save") == "redispatch"
-        before = stats().host_reads.total()
-        want = layer(d, leaves(device, number), weighted, again)  # warm
-        fresh = leaves(device, number)
-        with Guard(device) as guard:
-            got = layer(d, fresh, weighted, again)
-        assert device == "cuda" or guard.seen["copy_"] and guard.seen["empty"], guard.seen
-        assert all(torch.equal(a, b) for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True))
-        # Three ranks, warm and guarded.
-        assert stats().host_reads.total() - before == (6 if reads else 0)
-        d.check()
+    given = SETTINGS[number]
+    given = {**given, "overflow": "drop"} if "chunk_capacity" in algorithm else given
+    d = VirtualTokenDispatcher(
+        3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **algorithm, **given
+    )
+    weighted, again = number % 2 == 0, given.get("save") == "redispatch"
+    before = stats().host_reads.total()
+    want = layer(d, leaves(device, number), weighted, again)  # warm
+    fresh = leaves(device, number)
+    with Guard(device) as guard:
+        got = layer(d, fresh, weighted, again)
+    assert device == "cuda" or guard.seen["copy_"] and guard.seen["empty"], guard.seen
+    assert all(torch.equal(a, b) for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True))
+    # Three ranks, warm and guarded.
+    assert stats().host_reads.total() - before == (6 if reads else 0)
+    d.check()
 
 
 def read_unguarded(read: Callable[..., Any]) -> Callable[..., Any]:

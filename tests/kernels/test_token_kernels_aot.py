@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_aot import TARGETS, accesses, assert_no_spill, each_target
+from test_aot import TARGETS, accesses, assert_no_spill, each_target, each_target_in_turn
 from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
@@ -91,9 +91,9 @@ def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
     return aot.compile_kernel(kernel, target, constants, signature, aligned)
 
 
-@each_target
-@pytest.mark.parametrize("physical_experts, looked_up", [(3, True), (256, False), (MOST_PHYSICAL_EXPERTS, True)])
-def test_count_pairs_does_not_spill(target, physical_experts, looked_up):
+@each_target_in_turn("case", [(3, True), (256, False), (MOST_PHYSICAL_EXPERTS, True)])
+def test_count_pairs_does_not_spill(target, case):
+    physical_experts, looked_up = case
     padded, peers = max(32, triton.next_power_of_2(physical_experts)), 7 if looked_up else 0
     count = {"EXPERTS": padded, "HAS_TABLE": looked_up, "num_warps": 4}
     ids = {"ids": "*i64", "counts_out": "*i32"}
@@ -113,8 +113,7 @@ def test_count_pairs_does_not_spill(target, physical_experts, looked_up):
     assert_no_spill(compile_kernel(share_counts_kernel, target, share, counts="*i32"), target)
 
 
-@each_target
-@pytest.mark.parametrize("physical_experts", [3, 300, MOST_PHYSICAL_EXPERTS])
+@each_target_in_turn("physical_experts", [3, 300, MOST_PHYSICAL_EXPERTS])
 def test_group_rows_does_not_spill(target, physical_experts):
     padded = max(32, triton.next_power_of_2(physical_experts))
     for batched in (False, True):
@@ -123,17 +122,16 @@ def test_group_rows_does_not_spill(target, physical_experts):
         assert_no_spill(compile_kernel(group_rows_kernel, target, constants), target)
 
 
-@each_target
-@pytest.mark.parametrize("physical_experts, k", [(3, 32), (256, 8), (MOST_PHYSICAL_EXPERTS, 1)])
-def test_route_rows_does_not_spill(target, physical_experts, k):
+@each_target_in_turn("case", [(3, 32), (256, 8), (MOST_PHYSICAL_EXPERTS, 1)])
+def test_route_rows_does_not_spill(target, case):
+    physical_experts, k = case
     padded, width = max(32, triton.next_power_of_2(physical_experts)), triton.next_power_of_2(k)
     constants = {"EXPERTS": padded, "RANKS": rank_rows(padded), "BATCHED": False, "CHECKED": True, "K": k, "KP": width}
     constants |= {"TOKENS": tokens_at_a_time(width), "num_warps": group_warps(padded)}
     assert_no_spill(compile_kernel(route_rows_kernel, target, constants), target)
 
 
-@each_target
-@pytest.mark.parametrize("k", [1, 3, 32])
+@each_target_in_turn("k", [1, 3, 32])
 def test_locate_rows_and_gather_values_do_not_spill(target, k):
     width = triton.next_power_of_2(k)
     constants = {"K": k, "KP": width, "TOKENS": tokens_at_a_time(width), "num_warps": 4}
@@ -164,9 +162,9 @@ def assert_equal_without_signals(got: int, want: int, constants: dict) -> None:
     assert got >= want if constants["PEERS"] else got == want, (got, want)
 
 
-@each_target
-@pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
-def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
+@each_target_in_turn("rows", ROWS)
+def test_push_rows_is_vectorised_and_does_not_spill(target, rows):
+    dtype, hidden, k = rows
     constants = {**row_launch(dtype, hidden), "K": k, "PADDING": 8, "HAS_WEIGHTS": True, "CHOSEN": False}
     constants |= {**NOT_QUANTIZED, "DTYPE": None}
     constants |= signalling(target, constants["num_warps"], peers=7 * (k == 8)) | registers_of_sm(16)
@@ -193,11 +191,9 @@ def fused_operations(compiled) -> list[str]:
     return [line for line in fused if not re.search(r"_mix.* 1\.0,|_mix.*, (?:neg\()?0\b", line)]
 
 
-@each_target
-@pytest.mark.parametrize(
-    "dtype, hidden, k, nested", [*((*rows, False) for rows in ROWS), (*ROWS[2], True)], ids=str
-)  # fmt: skip
-def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k, nested):
+@each_target_in_turn("case", [*((*rows, False) for rows in ROWS), (*ROWS[2], True)])
+def test_combine_rows_is_vectorised_and_does_not_spill(target, case):
+    dtype, hidden, k, nested = case
     constants = {**row_launch(dtype, hidden), "K": k, "DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "HAS_ADD": True}
     constants |= {
         "SOFT": False,
@@ -217,9 +213,9 @@ def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k,
     assert not fused_operations(compiled)
 
 
-@each_target
-@pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
-def test_kernels_of_deduped_tokens_are_vectorised_and_do_not_spill(target, dtype, hidden, k):
+@each_target_in_turn("rows", ROWS)
+def test_kernels_of_deduped_tokens_are_vectorised_and_do_not_spill(target, rows):
+    dtype, hidden, k = rows
     constants = {**row_launch(dtype, hidden), "K": k, "KP": triton.next_power_of_2(k)}
     signals = signalling(target, constants["num_warps"])
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
@@ -242,8 +238,7 @@ def test_kernels_of_deduped_tokens_are_vectorised_and_do_not_spill(target, dtype
     assert not fused_operations(push)
 
 
-@each_target
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@each_target_in_turn("dtype", [torch.bfloat16, torch.float32])
 def test_weigh_rows_is_vectorised_and_does_not_spill(target, dtype):
     constants = {**row_launch(dtype, 7168), "DTYPE": ELEMENTS[dtype], "SOFT": False, "enable_fp_fusion": False}
     compiled = compile_kernel(weigh_rows_kernel, target, constants)
@@ -260,8 +255,7 @@ def test_copy_rows_is_vectorised_and_does_not_spill(target):
     assert wide(compiled, target) == (2048 * 2 // (16 * TARGETS[target].warp_size * 4),) * 2
 
 
-@each_target
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@each_target_in_turn("dtype", [torch.bfloat16, torch.float32])
 def test_receive_rows_and_offer_rows_in_windows(target, dtype):
     """Launches that wait for peers and signal them, with all that they can do besides."""
     constants = {**row_constants(dtype, 7168), "COLS": 4096 // dtype.itemsize, "num_warps": 4}
@@ -291,14 +285,15 @@ def test_fill_rows_is_vectorised_and_does_not_spill(target):
     assert wide(compiled, target) == (0, 2048 * 2 // (16 * TARGETS[target].warp_size * 4))
 
 
-@each_target
-@pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("quantize", QUANTIZATIONS)
-@pytest.mark.parametrize(
-    "dtype, hidden", [(torch.bfloat16, 7168), (torch.float32, 4096), (torch.float16, 2501)], ids=str
+@each_target_in_turn(
+    "rows, quantize, counted",
+    [(torch.bfloat16, 7168), (torch.float32, 4096), (torch.float16, 2501)],
+    list(QUANTIZATIONS),
+    [True, False],
 )
-def test_quantize_rows_is_vectorised_and_does_not_spill(target, quantize, dtype, hidden, counted):
+def test_quantize_rows_is_vectorised_and_does_not_spill(target, rows, quantize, counted):
     """float8 by integers, on targets without it too."""
+    dtype, hidden = rows
     align = row_alignment(dtype, hidden, 0)
     constants = _constants(dtype, hidden, align, QUANTIZATIONS[quantize], counted)
     names = [p.name for p in quantize_rows_kernel.params if p.is_constexpr]
@@ -319,12 +314,14 @@ def quantizing(quantize: str, dtype: torch.dtype, hidden: int, columns: int) -> 
     return how.constants(dtype, hidden, columns) | QuantizedRows(how, rows.begins[1]).places(rows.nbytes)
 
 
-@each_target
-@pytest.mark.parametrize("quantize", QUANTIZATIONS)
-@pytest.mark.parametrize("dtype, hidden, k", [(torch.bfloat16, 7168, 8), (torch.float32, 7168, 8),
-                                              (torch.float16, 2500, 3)], ids=str)  # fmt: skip
-def test_push_rows_quantizes_without_spills_by_wide_accesses(target, quantize, dtype, hidden, k):
+@each_target_in_turn(
+    "rows, quantize",
+    [(torch.bfloat16, 7168, 8), (torch.float32, 7168, 8), (torch.float16, 2500, 3)],
+    list(QUANTIZATIONS),
+)
+def test_push_rows_quantizes_without_spills_by_wide_accesses(target, rows, quantize):
     """float8 by integers, on targets without it too; with all that else there is."""
+    dtype, hidden, k = rows
     constants = row_launch(torch.bfloat16, hidden) | row_constants(dtype, hidden)
     constants |= quantizing(quantize, dtype, hidden, constants["COLS"])
     constants |= {"K": k, "PADDING": 8, "HAS_WEIGHTS": True, "CHOSEN": True}
@@ -342,10 +339,9 @@ def test_push_rows_quantizes_without_spills_by_wide_accesses(target, quantize, d
         assert widths - {8, 16} == {scale, 4}, widths  # 4: the weights
 
 
-@each_target
-@pytest.mark.parametrize("quantize", QUANTIZATIONS)
-@pytest.mark.parametrize("dtype, hidden, k", [(torch.bfloat16, 7168, 8), (torch.float32, 2500, 3)], ids=str)
-def test_combine_rows_of_quantized_rows_does_not_spill(target, quantize, dtype, hidden, k):
+@each_target_in_turn("rows, quantize", [(torch.bfloat16, 7168, 8), (torch.float32, 2500, 3)], list(QUANTIZATIONS))
+def test_combine_rows_of_quantized_rows_does_not_spill(target, rows, quantize):
+    dtype, hidden, k = rows
     how, rows = QUANTIZATIONS[quantize], packed_rows("quantize", quantize, hidden)
     constants = {**row_launch(dtype, hidden), "K": k, "DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "HAS_ADD": False}
     constants |= {"SOFT": False, "enable_fp_fusion": False, "CHOSEN": True, "NESTED": False}
@@ -359,8 +355,7 @@ def test_combine_rows_of_quantized_rows_does_not_spill(target, quantize, dtype, 
         assert accesses(compiled, target)["load", min(elements, 16)] >= k
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("size", [1, 4, 224, 226])
+@each_target_in_turn("size", [1, 4, 224, 226])
 def test_copy_columns_does_not_spill(target, size):
     constants = of_columns(size)
     names = [p.name for p in copy_columns_kernel.params if p.is_constexpr]
@@ -370,8 +365,7 @@ def test_copy_columns_does_not_spill(target, size):
     assert {width for op, width in accesses(compiled, target) if op == "store"} == {math.gcd(size, 16)}
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("hidden", [1, 3, 2500, 20])
+@each_target_in_turn("hidden", [1, 3, 2500, 20])
 def test_rows_of_any_length_compile(target, hidden):
     """Accesses are as wide as the length of a row allows."""
     dtype = torch.bfloat16

@@ -101,8 +101,8 @@ def test_simulate_equals_slicing_the_whole(case: oracle.Case, first: int) -> Non
 @pytest.mark.parametrize(
     ("backend", "reduction", "every"),
     [
-        ("gloo", "ordered", 23),
-        ("nccl", "fast", 23),
+        ("gloo", "ordered", 37),
+        ("nccl", "fast", 41),
         *(
             pytest.param(backend, reduction, 7, marks=pytest.mark.long)
             for backend, reduction in product((None, "gloo", "nccl"), ("ordered", "fast"))
@@ -126,12 +126,13 @@ def test_simulate_two_sided_equals_slicing_the_whole(
 
 
 @CASES
-@pytest.mark.parametrize("every", [41, pytest.param(11, marks=pytest.mark.long)])
-@pytest.mark.parametrize("node_size", [2, 4])
+@pytest.mark.parametrize(
+    ("every", "node_size"), [(67, 2), (71, 4), *(pytest.param(11, size, marks=pytest.mark.long) for size in (2, 4))]
+)
 def test_simulate_of_programs_over_nodes_equals_slicing_the_whole(
     case: oracle.Case,  # type: ignore[name-defined]
-    node_size: int,
     every: int,
+    node_size: int,
 ) -> None:
     slow = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
     topology = replace(shardweave.NVLINK_INFINIBAND, node_size=node_size, network=slow)

@@ -225,9 +225,12 @@ def test_blocks_by_interpreted_kernels() -> None:
     assert interpreted("test_scale_layout", code) == repr([[2] * 4] * SIZE)
 
 
-def compiled_rounds(rank: int, backend: str) -> None:
+COMPILED: list[dict[str, Any]] = [{"align": 8}, {"layout": "batched"}, {"zero_rows": True}]
+
+
+def compiled_rounds(rank: int, backend: str, settings: list[dict[str, Any]]) -> None:
     """Under torch.compile, equal to eager results."""
-    for more in ({"align": 8}, {"layout": "batched"}, {"zero_rows": True}):
+    for more in settings:
         d = TokenDispatcher(num_experts=E, top_k=K, hidden=16, max_tokens=60, transport="shared_memory",
                             payloads=NVFP4, scale_layout="blocked", **more)  # fmt: skip
         xs, ids, weights = (of[rank] for of in tokens_of([60, 41], 16, NVFP4))
@@ -249,9 +252,16 @@ def compiled_rounds(rank: int, backend: str) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_blocks_in_compiled_graphs(backend: str) -> None:
-    run_ranks(compiled_rounds, 2, backend, timeout=300)
+@pytest.mark.parametrize(
+    "backend, settings",
+    [
+        ("aot_eager", COMPILED[:2]),
+        pytest.param("aot_eager", COMPILED[2:], marks=pytest.mark.long),
+        pytest.param("inductor", COMPILED, marks=pytest.mark.long),
+    ],
+)
+def test_blocks_in_compiled_graphs(backend: str, settings: list[dict[str, Any]]) -> None:
+    run_ranks(compiled_rounds, 2, backend, settings, timeout=300)
 
 
 SETTINGS: dict[str, Any] = {"num_experts": E, "top_k": K, "hidden": 40, "max_tokens": 9}

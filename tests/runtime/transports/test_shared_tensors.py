@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from variants import crossed
 
 import shardweave
 from shardweave.errors import ArgumentError, TransportError
@@ -58,8 +59,11 @@ def check_apart(live: list[torch.Tensor]) -> None:
     assert all(t.data_ptr() % (PAGE if t.nbytes > PAGE else 64) == 0 for t in live if t.nbytes)
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["anonymous", "named"])
-@pytest.mark.parametrize("limit", [0, 100_000, MIB, None])
+LIMITS = [0, 100_000, MIB, None]
+
+
+# Each limit with one kind of segments.
+@crossed("limit, named", LIMITS, [False, True], ids=str, gate=lambda limit, named: LIMITS.index(limit) % 2 == named)
 def test_random_sizes_do_not_overlap_and_stay_within_limit(limit: int | None, named: bool) -> None:
     pool, generator = made(limit, named), random.Random(f"{limit} {named}")
     live: list[tuple[torch.Tensor, int]] = []
