@@ -66,8 +66,11 @@ def check_sums(pairs: Pairs, want: list, most: int, chunks: int, k: int) -> None
         firsts = sums.parts[: sums.firsts]
         assert [part.destination for part in firsts] == sorted({o for o, _, t, _ in want if t // most == chunk})
         assert [0, *(part.end for part in sums.parts)] == [*(part.begin for part in sums.parts), len(sums.row)]
-        tokens = (sums.token + chunk * most).tolist()
-        of_pair = list(zip(tokens, sums.pair.tolist(), sums.row.tolist(), strict=True))
+        tokens, m = (sums.token + chunk * most).tolist(), len(sums.token)
+        assert m == (firsts[-1].end if firsts else 0)
+        of_pair = list(
+            zip([*tokens, *[tokens[i] for i in sums.lead.tolist()]], sums.pair.tolist(), sums.row.tolist(), strict=True)
+        )
         ks: dict[tuple[int, int], list[int]] = {}
         for number, (destination, begin, end) in enumerate(sums.parts):
             for at in range(begin, end):
@@ -76,8 +79,7 @@ def check_sums(pairs: Pairs, want: list, most: int, chunks: int, k: int) -> None
                 if number < sums.firsts:
                     assert (destination, t) not in ks
                 else:
-                    lead = sums.leads[number - sums.firsts] + at - begin
-                    assert of_pair[lead][0] == t
+                    lead = int(sums.lead[at - m])
                     assert [p.destination for p in firsts if p.begin <= lead < p.end] == [destination]
                 ks.setdefault((destination, t), []).append(pair % k)
                 seen += 1
