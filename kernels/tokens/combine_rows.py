@@ -26,6 +26,7 @@ from ...errors import ArgumentError
 from ..dtypes import ELEMENTS, decode, encode, poison_word
 from ..fused_signals import is_last_program, overwrite
 from ..launch import Constants, Launches, interpreted, registers_of_sm, runs_on
+from .pairs_cpu import PairPart
 from .quantize_rows import QuantizedRows
 from .rows import (
     CHUNK,
@@ -304,7 +305,8 @@ def combine_rows_cpu(
         # Accumulate in the result itself where it is float32 and `add` does not alias it.
         here = dtype is torch.float32 and add is None
         total = out[these].zero_() if here else torch.zeros(out[these].shape, dtype=torch.float32, device=out.device)
-        for destination, begin, end in sums.parts:
+        parts = sums.parts if len(set(sources)) > 1 else [PairPart(0, 0, len(sums.row))]
+        for destination, begin, end in parts:
             read.take(sources[destination], sums.row[begin:end], begin)
         value = scratch[: len(sums.row)]
         value = value.float() if quantized is None else quantized.values(value, hidden)
@@ -319,8 +321,8 @@ def combine_rows_cpu(
             total.index_add_(0, sums.token, partial)
         else:
             of_node = torch.empty_like(total)
-            for _, parts in itertools.groupby(sums.parts[: sums.firsts], lambda part: node_of[part.destination]):
-                _, begins, ends = zip(*parts, strict=True)
+            for _, of_parts in itertools.groupby(sums.parts[: sums.firsts], lambda part: node_of[part.destination]):
+                _, begins, ends = zip(*of_parts, strict=True)
                 these_pairs = slice(begins[0], ends[-1])
                 of_node.zero_().index_add_(0, sums.token[these_pairs], partial[these_pairs])
                 total.add_(of_node.to(dtype))

@@ -54,7 +54,7 @@ class PairSums(NamedTuple):
 
 
 class Pairs:
-    """The pairs that have a row, sorted by destination and row. CPU tensors only.
+    """The pairs that have a row, sorted by destination and row.
 
     Args:
         key: int32 [T, K], destination * K + k, as in `TokenRows`.
@@ -68,9 +68,15 @@ class Pairs:
         sizes: the number of pairs of each destination.
     """
 
-    def __init__(self, key: torch.Tensor, row: torch.Tensor, destinations: int, groups: Ints | None = None) -> None:
+    def __init__(
+        self,
+        key: npt.NDArray[np.int32],
+        row: npt.NDArray[np.int32],
+        destinations: int,
+        groups: npt.NDArray[np.integer] | None = None,
+    ) -> None:
         self._tokens, self._k, self._destinations = len(key), max(key.shape[1], 1), destinations
-        keys, rows = key.numpy().reshape(-1), row.numpy().reshape(-1).astype(np.int64)
+        keys, rows = key.reshape(-1), row.reshape(-1).astype(np.int64)
         pair = np.flatnonzero(rows >= 0)
         if len(pair) < len(rows):
             keys, rows = keys[pair], rows[pair]
@@ -104,11 +110,13 @@ class Pairs:
             token, kth, row, destination = self._by_token
             first = _changes(token * self._destinations + destination)  # a token's pairs at a destination adjoin
             key = np.where(first, destination, destination + self._destinations)
-            cuts = np.searchsorted(token, range(most, self._tokens, most)).tolist()
-            bounds = itertools.pairwise([0, *cuts, len(token)] if self._tokens else [])
-            of_pairs = first, key, token, token * self._k + kth, row
-            chunks = ([x[begin:end] for x in of_pairs] for begin, end in bounds)
-            self._sums[most] = [self._sums_of(i * most, *chunk) for i, chunk in enumerate(chunks)]
+            pair, starts = token * self._k + kth, range(0, self._tokens, most)
+            bounds = [*np.searchsorted(token, np.array(starts, np.int64)).tolist(), len(token)]
+            chunks = [slice(*chunk) for chunk in itertools.pairwise(bounds)]
+            self._sums[most] = [
+                self._sums_of(start, first[these], key[these], token[these], pair[these], row[these])
+                for start, these in zip(starts, chunks, strict=True)
+            ]
         return self._sums[most]
 
     def _sums_of(
@@ -130,13 +138,13 @@ class Pairs:
         return PairSums(pair[order], row[order], tokens, leads, parts, firsts)
 
 
-def _stable_order(keys: Ints) -> Ints:
+def _stable_order(keys: npt.NDArray[np.integer]) -> Ints:
     """The order of numbers that are not negative; equal ones stay in theirs."""
     few = int(keys.max(initial=0)) < 1 << 15  # numpy sorts 16-bit numbers by radix
     return np.argsort(keys.astype(np.int16) if few else keys, kind="stable")
 
 
-def _changes(values: Ints) -> npt.NDArray[np.bool_]:
+def _changes(values: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
     """Where a value differs from the one before it; true for the first."""
     changes = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=changes[1:])
