@@ -20,7 +20,7 @@ from .tokens.copy_columns import copy_columns
 from .tokens.copy_rows import copy_rows, fill_rows
 from .tokens.count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, CountShare, count_pairs
 from .tokens.group_rows import Groups, PhysicalExperts, group_rows
-from .tokens.locate_rows import MOST_K, locate_rows
+from .tokens.locate_rows import MOST_K, locate_rows, locate_sorted_pairs
 from .tokens.offer_rows import offer_rows
 from .tokens.offer_tokens import RowTables, offer_tokens
 from .tokens.pairs_cpu import Pairs
@@ -31,6 +31,7 @@ from .tokens.receive_rows import receive_rows
 from .tokens.repeated_dispatch import RepeatedDispatch
 from .tokens.route_rows import route_rows
 from .tokens.rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
+from .tokens.rows_cpu import host_array, host_tensor
 from .tokens.silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tokens.spread_rows import OwnRows, spread_rows
 from .tokens.weigh_rows import weigh_rows
@@ -100,8 +101,11 @@ __all__ = [
     "fill_rows",
     "gather_values",
     "group_rows",
+    "host_array",
+    "host_tensor",
     "interpreted",
     "locate_rows",
+    "locate_sorted_pairs",
     "offer_rows",
     "offer_tokens",
     "on_device",

@@ -13,6 +13,7 @@ destinations, as if one rank of each node had sent them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -25,6 +26,7 @@ from ...errors import ArgumentError
 from ..dtypes import ELEMENTS, decode, encode, poison_word
 from ..fused_signals import is_last_program, overwrite
 from ..launch import Constants, Launches, interpreted, registers_of_sm, runs_on
+from .pairs_cpu import PairPart
 from .quantize_rows import QuantizedRows
 from .rows import (
     CHUNK,
@@ -38,7 +40,7 @@ from .rows import (
     row_alignment,
     row_constants,
 )
-from .rows_cpu import HostRows, host_array
+from .rows_cpu import HostRows, host_array, host_rows
 from .window_signals import WindowSignals, finished_of, rank_has_failed, release_window, signal_constants
 
 PAIRS = tl.constexpr(256)  # values gathered by a program
@@ -297,36 +299,33 @@ def combine_rows_cpu(
     pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(hidden, 1))
     # One scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
     scratch = torch.empty((min(most, len(out)) * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
-    read, sources = HostRows(scratch), [HostRows(buffer) for buffer in buffers.tensors]
+    read, sources = HostRows(scratch), host_rows(buffers.tensors)
     for i, sums in enumerate(pairs.sums(most)):
         these = slice(i * most, (i + 1) * most)
         # Accumulate in the result itself where it is float32 and `add` does not alias it.
         here = dtype is torch.float32 and add is None
         total = out[these].zero_() if here else torch.zeros(out[these].shape, dtype=torch.float32, device=out.device)
-        for destination, begin, end in sums.parts:
+        parts = sums.parts if len(set(sources)) > 1 else [PairPart(0, 0, len(sums.row))]
+        for destination, begin, end in parts:
             read.take(sources[destination], sums.row[begin:end], begin)
         value = scratch[: len(sums.row)]
         value = value.float() if quantized is None else quantized.values(value, hidden)
         if numbers is not None:
-            value.mul_(torch.from_numpy(numbers[sums.pair]).unsqueeze(1))
-        firsts = sums.parts[: sums.firsts]
-        for (_, begin, end), lead in zip(sums.parts[sums.firsts :], sums.leads, strict=True):
-            value[lead : lead + end - begin].add_(value[begin:end])
+            value.mul_(torch.from_numpy(numbers[sums.pair][:, None]))
+        # `index_add_` adds rows one after another, in their order.
+        partial, others = value.split_with_sizes([len(sums.token), len(sums.lead)])
+        partial.index_add_(0, sums.lead, others)
         # Starting at zero changes only the sign of zero, which `total` loses, since it starts at zero itself.
-        value = value[: firsts[-1].end if firsts else 0]
-        partial = value if dtype is torch.float32 else value.to(dtype).float()
-        of_node, node = total, None
-        for destination, begin, end in firsts:
-            if node_of is not None and node_of[destination] != node:
-                if node is None:
-                    of_node = torch.zeros(total.shape, dtype=torch.float32, device=out.device)
-                else:
-                    total.add_(of_node.to(dtype))
-                    of_node.zero_()
-                node = node_of[destination]
-            of_node.index_add_(0, sums.token[begin:end], partial[begin:end])
-        if of_node is not total:
-            total.add_(of_node.to(dtype))
+        partial = partial if dtype is torch.float32 else partial.to(dtype).float()
+        if node_of is None:
+            total.index_add_(0, sums.token, partial)
+        else:
+            of_node = torch.empty_like(total)
+            for _, of_parts in itertools.groupby(sums.parts[: sums.firsts], lambda part: node_of[part.destination]):
+                _, begins, ends = zip(*of_parts, strict=True)
+                these_pairs = slice(begins[0], ends[-1])
+                of_node.zero_().index_add_(0, sums.token[these_pairs], partial[these_pairs])
+                total.add_(of_node.to(dtype))
         if add is not None:
             total.add_(add[these])
         if not here:

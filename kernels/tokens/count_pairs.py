@@ -14,12 +14,14 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from ...errors import ArgumentError
 from ..launch import Constants, Launches, registers_of_sm, runs_on
+from .pairs_cpu import Ints
 from .rows import Buffers, cdiv, power_of_two
 from .rows_cpu import host_tensor
 from .window_signals import WindowBarrier, acquire_window, barrier_of_ranks, count_acquired, signal_constants
@@ -402,26 +404,39 @@ def count_pairs_cpu(
     ids: torch.Tensor, num_experts: int, physical_expert_of: torch.Tensor | None, num_physical_experts: int
 ) -> CountedPairs:
     """count_pairs on the CPU."""
+    expert, order, counts, without = sort_by_expert(ids, num_experts, physical_expert_of, num_physical_experts)
+    number = counts[:-1]
+    place = np.full_like(expert, -1)
+    place[order[without:]] = np.arange(len(order) - without) - np.repeat(number.cumsum() - number, number)
+    return CountedPairs(
+        host_tensor(expert.reshape(ids.shape)), host_tensor(place.reshape(ids.shape)), host_tensor(counts)
+    )
+
+
+def sort_by_expert(
+    ids: torch.Tensor, num_experts: int, physical_expert_of: torch.Tensor | None, num_physical_experts: int
+) -> tuple[npt.NDArray[np.int32], Ints, npt.NDArray[np.int32], int]:
+    """Sort pairs on the CPU; the arguments are those of count_pairs.
+
+    Returns:
+        [T * K]: the physical expert of each pair, or -1.
+        [T * K]: the pairs in order of physical expert, token and k, those without one first.
+        `CountedPairs.counts`.
+        The number of pairs without a physical expert.
+    """
     flat = ids.numpy().reshape(-1)
     valid = flat.view(f"u{flat.itemsize}") < num_experts  # negative ids are large numbers
-    physical_expert = np.where(valid, flat, -1).astype(np.int32)
+    expert = np.where(valid, flat, -1).astype(np.int32)
     if physical_expert_of is not None:
-        physical_expert = np.where(valid, physical_expert_of.numpy()[physical_expert], np.int32(-1))
-    # -1 counts as an expert before all others; a stable sort numbers the pairs of each.
-    per_physical_expert = np.bincount(physical_expert + 1, minlength=num_physical_experts + 1)
+        expert = np.where(valid, physical_expert_of.numpy()[expert], np.int32(-1))
+    # -1 counts as an expert before all others.
+    numbers = np.bincount(expert + 1, minlength=num_physical_experts + 1)
     # numpy sorts 16-bit numbers by radix.
-    order = np.argsort(physical_expert.astype(np.int16 if num_physical_experts < 1 << 15 else np.int32), kind="stable")
-    place, first = np.empty_like(physical_expert), per_physical_expert.cumsum() - per_physical_expert
-    place[order] = np.arange(len(flat)) - np.repeat(first, per_physical_expert)
-    counts = np.empty(num_physical_experts + 1, np.int32)
-    counts[:-1], counts[-1] = per_physical_expert[1:], 0
-    if per_physical_expert[0]:
-        place[physical_expert < 0] = -1
-        counts[-1] = np.count_nonzero(~valid & (flat != -1))
-    shape = ids.shape
-    return CountedPairs(
-        host_tensor(physical_expert.reshape(shape)), host_tensor(place.reshape(shape)), host_tensor(counts)
-    )
+    order = np.argsort(expert.astype(np.int16 if num_physical_experts < 1 << 15 else np.int32), kind="stable")
+    counts, without = np.empty(num_physical_experts + 1, np.int32), int(numbers[0])
+    counts[:-1] = numbers[1:]
+    counts[-1] = np.count_nonzero(~valid & (flat != -1)) if without else 0
+    return expert, order, counts, without
 
 
 def share_counts_cpu(counts: torch.Tensor, share: CountShare) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from ...errors import ArgumentError
 from ..launch import Constants, Launches, runs_on
+from .count_pairs import sort_by_expert
 from .group_rows import Groups, PhysicalExperts
 from .pairs_cpu import Pairs
 from .rows import TokenRows, cdiv, power_of_two
@@ -117,18 +120,45 @@ def locate_rows_cpu(
     physical_expert: torch.Tensor, place: torch.Tensor, groups: Groups, physical_experts: PhysicalExperts
 ) -> TokenRows:
     """locate_rows on the CPU; sorts the pairs as well."""
-    k, destinations = physical_expert.shape[1], len(physical_experts.bounds) - 1
-    expert, at = physical_expert.numpy(), place.numpy()
-    start, limit, destination = (x.numpy() for x in (groups.start, groups.limit, physical_experts.destination))
+    expert, at, start, limit = (x.numpy() for x in (physical_expert, place, groups.start, groups.limit))
     kept = (expert >= 0) & (at < limit[expert])  # without an expert: the last one's limit, to no effect
-    key = np.where(kept, destination[expert], destinations) * k + np.arange(k)
-    row = np.where(kept, start[expert] + at, -1)
+    # The pairs of an expert have ascending rows.
+    return _by_token(expert, kept, start[expert] + at, physical_experts.by_destination[expert], physical_experts)
+
+
+def locate_sorted_pairs(
+    ids: torch.Tensor, num_experts: int, physical_expert_of: torch.Tensor | None, physical_experts: PhysicalExperts
+) -> tuple[TokenRows, torch.Tensor]:
+    """count_pairs and locate_rows where no pair is dropped and all destinations have the same buffer, in which rows are
+    in order of physical expert, token and k. On the CPU, with destinations that ascend.
+
+    Args:
+        ids, num_experts, physical_expert_of: as for count_pairs.
+
+    Returns:
+        The rows of pairs, and `CountedPairs.counts`.
+    """
+    flat, order, counts, without = sort_by_expert(ids, num_experts, physical_expert_of, physical_experts.count)
+    row = np.empty_like(flat)
+    row[order] = np.arange(-without, len(order) - without)
+    expert, row = flat.reshape(ids.shape), row.reshape(ids.shape)
+    return _by_token(expert, row >= 0, row, row, physical_experts), host_tensor(counts)
+
+
+def _by_token(
+    expert: npt.NDArray[np.int32],
+    kept: npt.NDArray[np.bool_],
+    row: npt.NDArray[np.int32],
+    groups: npt.NDArray[Any],
+    physical_experts: PhysicalExperts,
+) -> TokenRows:
+    """Return the rows of the pairs `kept`, of [T, K]; `groups`: as for Pairs."""
+    k, destinations = expert.shape[1], len(physical_experts.bounds) - 1
+    destination = physical_experts.destination_array[expert]
+    key = np.where(kept, destination, destinations) * k + np.arange(k, dtype=np.int32)
+    row = np.where(kept, row, np.int32(-1))
     if k > 1:
         key.sort(axis=1)
         order = key % k + np.arange(0, expert.size, k)[:, None]
-        row, expert = row.reshape(-1)[order], expert.reshape(-1)[order]
-    # Experts by destination; the pairs of each have ascending rows.
-    by_destination = np.empty(len(destination), np.int64)
-    by_destination[np.argsort(destination, kind="stable")] = np.arange(len(destination))
-    keys, of_pairs = host_tensor(key.astype(np.int32)), host_tensor(row.astype(np.int32))
-    return TokenRows(keys, of_pairs, Pairs(keys, of_pairs, destinations, by_destination[expert]))
+        row, groups = row.reshape(-1)[order], groups.reshape(-1)[order]
+    return TokenRows(host_tensor(key), host_tensor(row), Pairs(key, row, destinations, groups))

@@ -25,7 +25,7 @@ class PairRun(NamedTuple):
 
 
 class PairPart(NamedTuple):
-    """Pairs `begin` to `end` (exclusive) of PairSums, whose rows are at one destination."""
+    """Pairs `begin` to `end` (exclusive), whose rows are at one destination."""
 
     destination: int
     begin: int
@@ -35,8 +35,8 @@ class PairPart(NamedTuple):
 class PairSums(NamedTuple):
     """The n pairs of some consecutive tokens, in the order in which their rows are read.
 
-    Each part has pairs of one destination: first the parts with the first pair there of each token, destinations
-    ascending, then those with the second pairs, and so on.
+    First the m pairs that are a token's first ones at a destination, then the others; both by destination, and there in
+    order of token and k.
     """
 
     pair: Ints
@@ -44,17 +44,17 @@ class PairSums(NamedTuple):
     row: Ints
     """[n]."""
     token: torch.Tensor
-    """int64 [n], counted from the first of these tokens."""
+    """int64 [m]: of the first pairs, counted from the first of these tokens."""
+    lead: torch.Tensor
+    """int64 [n - m]: for each of the others, the index of the first pair of its token at its destination."""
     parts: list[PairPart]
+    """All pairs by destination: the parts with first pairs, destinations ascending, then those with others."""
     firsts: int
     """The number of parts with first pairs."""
-    leads: list[int]
-    """For each of the other parts, the first of as many pairs, one after another, of the part with the first pairs of
-    the same tokens at the same destination."""
 
 
 class Pairs:
-    """The pairs that have a row, sorted by destination and row. CPU tensors only.
+    """The pairs that have a row, sorted by destination and row.
 
     Args:
         key: int32 [T, K], destination * K + k, as in `TokenRows`.
@@ -68,18 +68,24 @@ class Pairs:
         sizes: the number of pairs of each destination.
     """
 
-    def __init__(self, key: torch.Tensor, row: torch.Tensor, destinations: int, groups: Ints | None = None) -> None:
-        self._tokens, k = len(key), max(key.shape[1], 1)
-        keys, rows = key.numpy().reshape(-1).astype(np.int64), row.numpy().reshape(-1).astype(np.int64)
+    def __init__(
+        self,
+        key: npt.NDArray[np.int32],
+        row: npt.NDArray[np.int32],
+        destinations: int,
+        groups: npt.NDArray[np.integer] | None = None,
+    ) -> None:
+        self._tokens, self._k, self._destinations = len(key), max(key.shape[1], 1), destinations
+        keys, rows = key.reshape(-1), row.reshape(-1).astype(np.int64)
         pair = np.flatnonzero(rows >= 0)
         if len(pair) < len(rows):
             keys, rows = keys[pair], rows[pair]
-        destination, kth = np.divmod(keys, k)
-        token = pair // k
-        self._k, self._by_token = k, (token, kth, rows, destination)
-        order = _stable_order(destination << 32 | rows if groups is None else groups.reshape(-1)[pair])
-        self._destination = destination[order]
-        self.token, self.kth, self.row = token[order], kth[order], rows[order]
+            groups = None if groups is None else groups.reshape(-1)[pair]
+        destination, kth = np.divmod(keys, self._k)
+        token = pair // self._k
+        self._by_token = token, kth, rows, destination
+        order = _stable_order(destination.astype(np.int64) << 32 | rows if groups is None else groups.reshape(-1))
+        self.token, self.kth, self.row, self._of_row = token[order], kth[order], rows[order], destination[order]
         self.sizes: list[int] = np.bincount(destination, minlength=destinations).tolist()
         self._runs: list[PairRun] | None = None
         self._sums: dict[int, list[PairSums]] = {}
@@ -87,9 +93,9 @@ class Pairs:
     def runs(self) -> list[PairRun]:
         """All pairs in as few runs as possible: one per physical expert that this rank has rows for."""
         if self._runs is None:
-            begins = np.flatnonzero(_changes(self.row - np.arange(len(self.row))) | _changes(self._destination))
+            begins = np.flatnonzero(_changes(self.row - np.arange(len(self.row))) | _changes(self._of_row))
             ends = [*begins[1:].tolist(), len(self.row)]
-            destination, row = self._destination[begins].tolist(), self.row[begins].tolist()
+            destination, row = self._of_row[begins].tolist(), self.row[begins].tolist()
             self._runs = [PairRun(*run) for run in zip(destination, begins.tolist(), ends, row, strict=False)]
         return self._runs
 
@@ -101,55 +107,44 @@ class Pairs:
     def sums(self, most: int) -> list[PairSums]:
         """The pairs of each `most` consecutive tokens."""
         if most not in self._sums:
-            self._sums[most] = self._grouped(most)
+            token, kth, row, destination = self._by_token
+            first = _changes(token * self._destinations + destination)  # a token's pairs at a destination adjoin
+            key = np.where(first, destination, destination + self._destinations)
+            pair, starts = token * self._k + kth, range(0, self._tokens, most)
+            bounds = [*np.searchsorted(token, np.array(starts, np.int64)).tolist(), len(token)]
+            chunks = [slice(*chunk) for chunk in itertools.pairwise(bounds)]
+            self._sums[most] = [
+                self._sums_of(start, first[these], key[these], token[these], pair[these], row[these])
+                for start, these in zip(starts, chunks, strict=True)
+            ]
         return self._sums[most]
 
-    def _grouped(self, most: int) -> list[PairSums]:
-        token, kth, row, destination = self._by_token  # in order of token, destination and k
-        number, chunks, destinations = len(token), -(-self._tokens // most), len(self.sizes)
-        # The pairs of a token at a destination adjoin. Number them.
-        begins = np.flatnonzero(_changes(token) | _changes(destination))
-        lengths = np.diff(begins, append=number)
-        many, nth = np.repeat(lengths, lengths), np.arange(number) - np.repeat(begins, lengths)
-        deepest = int(lengths.max(initial=1))
-        # Tokens with more pairs come first, so that those of each part are the first ones of the part before.
-        part = (token // most * deepest + nth) * destinations + destination
-        order = _stable_order(part * (deepest + 1) - many)
-        part, token, row, pair = part[order], token[order], row[order], (token * self._k + kth)[order]
-        begins = np.flatnonzero(_changes(part))
-        ends = [*begins[1:].tolist(), number]
-        parts: list[list[PairPart]] = [[] for _ in range(chunks)]
-        leads: list[list[int]] = [[] for _ in range(chunks)]
-        first, end_of = 0, [0] * chunks
-        at: dict[int, int] = {}  # of this chunk's destinations: where their first pairs begin
-        for which, begin, end in zip(part[begins].tolist(), begins.tolist(), ends, strict=False):
-            chunk, which = divmod(which, deepest * destinations)
-            round_, to = divmod(which, destinations)
-            if not parts[chunk]:
-                first = begin
-            if round_:
-                leads[chunk].append(at[to])
-            else:
-                at[to] = begin - first
-            parts[chunk].append(PairPart(to, begin - first, end - first))
-            end_of[chunk] = end
-        sums, begin = [], 0
-        for chunk, end in enumerate(end_of):
-            these = slice(begin, max(begin, end))
-            tokens = torch.from_numpy(token[these] - chunk * most)
-            firsts = len(parts[chunk]) - len(leads[chunk])
-            sums.append(PairSums(pair[these], row[these], tokens, parts[chunk], firsts, leads[chunk]))
-            begin = these.stop
-        return sums
+    def _sums_of(
+        self, start: int, first: npt.NDArray[np.bool_], key: Ints, token: Ints, pair: Ints, row: Ints
+    ) -> PairSums:
+        """The sums of the tokens from `start` on, whose pairs are given in order of token, destination and k; `key`: by
+        which they are to be sorted."""
+        order, number = _stable_order(key), np.count_nonzero(first)
+        of_run = (first.cumsum() - 1)[order]  # pairs of a token at a destination are a run
+        lead = np.empty(number, np.int64)
+        lead[of_run[:number]] = np.arange(number)
+        begin, parts, firsts = 0, [], 0
+        for which, size in enumerate(np.bincount(key).tolist()):
+            if size:
+                parts.append(PairPart(which % self._destinations, begin, begin + size))
+                firsts += which < self._destinations
+                begin += size
+        tokens, leads = torch.from_numpy(token[order[:number]] - start), torch.from_numpy(lead[of_run[number:]])
+        return PairSums(pair[order], row[order], tokens, leads, parts, firsts)
 
 
-def _stable_order(keys: Ints) -> Ints:
+def _stable_order(keys: npt.NDArray[np.integer]) -> Ints:
     """The order of numbers that are not negative; equal ones stay in theirs."""
     few = int(keys.max(initial=0)) < 1 << 15  # numpy sorts 16-bit numbers by radix
     return np.argsort(keys.astype(np.int16) if few else keys, kind="stable")
 
 
-def _changes(values: Ints) -> npt.NDArray[np.bool_]:
+def _changes(values: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
     """Where a value differs from the one before it; true for the first."""
     changes = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=changes[1:])

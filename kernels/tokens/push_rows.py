@@ -38,7 +38,7 @@ from .rows import (
     row_alignment,
     row_constants,
 )
-from .rows_cpu import HostRows, host_array
+from .rows_cpu import HostRows, host_array, host_rows
 from .window_signals import WindowBarrier, barrier_of_ranks, finished_of, signal_constants
 
 MOST_PADDING = 64  # parts that share the padding of one group
@@ -321,7 +321,7 @@ def push_rows_cpu(
 ) -> None:
     """push_rows on the CPU: one copy per run of rows."""
     pairs, given = rows.sorted_pairs(len(buffers)), HostRows(x)
-    targets = [HostRows(buffer) for buffer in buffers.tensors]
+    targets = host_rows(buffers.tensors)
     for destination, begin, end, row in pairs.runs():
         targets[destination].take(given, pairs.token[begin:end], row)
     padding = padding_rows(groups) if most_padding else None
@@ -332,8 +332,8 @@ def push_rows_cpu(
             host_array(weights)[pairs.token, pairs.kth],
             [host_array(buffer) for buffer in weight_buffers.tensors],
         )
-        for destination, begin, end, row in pairs.runs():
-            numbers[destination][row : row + end - begin] = values[begin:end]
+        for destination, begin, end in pairs.parts():
+            numbers[destination][pairs.row[begin:end]] = values[begin:end]
         if padding is not None and len(padding):
             weight_buffers.tensors[own].index_fill_(0, padding, 0)
 

@@ -40,7 +40,7 @@ class TokenRows(NamedTuple):
 
     def sorted_pairs(self, destinations: int) -> Pairs:
         """`pairs`, computed if they are missing. CPU tensors only."""
-        return self.pairs or Pairs(self.key, self.row, destinations)
+        return self.pairs or Pairs(self.key.numpy(), self.row.numpy(), destinations)
 
 
 class Buffers:

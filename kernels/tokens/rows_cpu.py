@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,23 @@ class HostRows:
         else:
             torch.index_select(source._rows, 0, torch.from_numpy(index), out=self._rows[begin:end])
 
+    def put(self, source: HostRows, index: Ints) -> None:
+        """Copy all rows of `source` to the rows `index`."""
+        if self._array is not None and source._array is not None:
+            self._array[index] = source._array
+        else:
+            self._rows.index_copy_(0, torch.from_numpy(index), source._rows)
+
+
+def host_rows(tensors: Sequence[torch.Tensor]) -> list[HostRows]:
+    """The rows of each tensor. One tensor may be there several times, as where all destinations' rows are in it."""
+    of_tensor = {x: HostRows(x) for x in dict.fromkeys(tensors)}
+    return [of_tensor[x] for x in tensors]
+
 
 def host_array(x: torch.Tensor) -> npt.NDArray[Any]:
     """A tensor as a contiguous array, of its memory if it is contiguous. Of bfloat16, which numpy lacks, the bits."""
-    x = x.detach().resolve_neg()
-    array = (x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy()
+    array = (x.detach().view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy(force=True)
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 

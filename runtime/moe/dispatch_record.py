@@ -25,17 +25,19 @@ class Tokens(NamedTuple):
 class Chunks(NamedTuple):
     """The chunks of one dispatch on a two-sided transport: their sizes, and the places of received rows."""
 
-    sends: torch.Tensor
-    """int64 [W], on the host: rows to each destination; together the rows of TokenRows."""
-    receives: torch.Tensor
-    """int64 [W], on the host: rows from each source."""
-    padding: torch.Tensor
-    """int64 [1], on the host: padding rows of this rank's buffer."""
-    most: torch.Tensor
-    """int64 [1], on the host: a bound of the rows from any rank to another one, equal on all ranks."""
+    sizes: torch.Tensor
+    """int64 [2 W + 2], on the host, as `chunk_sizes` returns them."""
     places: torch.Tensor
     """int64: the place in this rank's buffer of each received row, by source. Chunks of exact size: [rows], followed by
     the padding rows and zeros. Chunks of fixed size: [W * chunk_capacity], -1 for none."""
+
+
+def chunk_sizes(chunks: Chunks) -> tuple[list[int], list[int], int, int]:
+    """Return the rows sent to each destination, together those of TokenRows; the rows received from each source; the
+    padding rows of this rank's buffer; and a bound of the rows from any rank to another one, equal on all ranks."""
+    *sizes, padding, most = chunks.sizes.tolist()
+    ranks = len(sizes) // 2
+    return sizes[:ranks], sizes[ranks:], padding, most
 
 
 class Forwards(NamedTuple):
@@ -153,10 +155,7 @@ def empty_record(
         host = torch.device("cpu")
         places = config.rows if config.chunk_rows is None else config.ranks * config.chunk_rows
         chunks = Chunks(
-            sends=empty(config.ranks, dtype=torch.int64, device=host),
-            receives=empty(config.ranks, dtype=torch.int64, device=host),
-            padding=empty(1, dtype=torch.int64, device=host),
-            most=empty(1, dtype=torch.int64, device=host),
+            sizes=empty(2 * config.ranks + 2, dtype=torch.int64, device=host),
             places=empty(places, dtype=torch.int64),
         )
     if deduped:

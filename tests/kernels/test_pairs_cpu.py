@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardweave.kernels import Groups, PhysicalExperts, count_pairs, locate_rows, locate_sorted_pairs
 from shardweave.kernels.tokens.pairs_cpu import Pairs
 from shardweave.kernels.tokens.rows import TokenRows
 
@@ -34,7 +35,7 @@ def random_rows(rng: np.random.Generator, tokens: int, k: int, destinations: int
 def test_pairs(tokens, k, destinations):
     rng = np.random.default_rng(tokens + k)
     rows, places = random_rows(rng, tokens, k, destinations)
-    pairs = Pairs(rows.key, rows.row, destinations)
+    pairs = Pairs(rows.key.numpy(), rows.row.numpy(), destinations)
     want = sorted((p[0], p[1], t, i) for t, of_token in enumerate(places) for i, p in enumerate(of_token) if p)
     assert list(zip(pairs.row.tolist(), pairs.token.tolist(), pairs.kth.tolist(), strict=True)) == [
         (row, t, i) for _, row, t, i in want
@@ -66,8 +67,11 @@ def check_sums(pairs: Pairs, want: list, most: int, chunks: int, k: int) -> None
         firsts = sums.parts[: sums.firsts]
         assert [part.destination for part in firsts] == sorted({o for o, _, t, _ in want if t // most == chunk})
         assert [0, *(part.end for part in sums.parts)] == [*(part.begin for part in sums.parts), len(sums.row)]
-        tokens = (sums.token + chunk * most).tolist()
-        of_pair = list(zip(tokens, sums.pair.tolist(), sums.row.tolist(), strict=True))
+        tokens, m = (sums.token + chunk * most).tolist(), len(sums.token)
+        assert m == (firsts[-1].end if firsts else 0)
+        of_pair = list(
+            zip([*tokens, *[tokens[i] for i in sums.lead.tolist()]], sums.pair.tolist(), sums.row.tolist(), strict=True)
+        )
         ks: dict[tuple[int, int], list[int]] = {}
         for number, (destination, begin, end) in enumerate(sums.parts):
             for at in range(begin, end):
@@ -76,8 +80,7 @@ def check_sums(pairs: Pairs, want: list, most: int, chunks: int, k: int) -> None
                 if number < sums.firsts:
                     assert (destination, t) not in ks
                 else:
-                    lead = sums.leads[number - sums.firsts] + at - begin
-                    assert of_pair[lead][0] == t
+                    lead = int(sums.lead[at - m])
                     assert [p.destination for p in firsts if p.begin <= lead < p.end] == [destination]
                 ks.setdefault((destination, t), []).append(pair % k)
                 seen += 1
@@ -91,3 +94,24 @@ def test_sorted_pairs_are_computed_once_if_passed_on():
     assert rows.pairs is None and rows.sorted_pairs(3) is not rows.sorted_pairs(3)
     rows = rows._replace(pairs=rows.sorted_pairs(3))
     assert rows.sorted_pairs(3) is rows.pairs
+
+
+@pytest.mark.parametrize("tokens, k, replicated", [(0, 2, False), (1, 1, True), (9, 4, False), (40, 8, True)])
+def test_one_sort_gives_the_counts_and_rows_of_all_pairs(tokens: int, k: int, replicated: bool) -> None:
+    experts = PhysicalExperts.divided((0, 2, 2, 5, 8), torch.device("cpu"))
+    rng = np.random.default_rng(tokens)
+    number = 5 if replicated else 8
+    table = torch.tensor(rng.choice(8, 5, replace=False), dtype=torch.int32) if replicated else None
+    ids = torch.tensor(rng.integers(-2, number + 2, (tokens, k)))  # some are bad
+    counted = count_pairs(ids, number, table, 8)
+    limit = counted.counts[:-1]
+    none = limit[:0]
+    groups = Groups((limit.cumsum(0) - limit).int(), limit, none, none, none, none, none)
+    want = locate_rows(counted.physical_expert, counted.place, groups, experts)
+    rows, counts = locate_sorted_pairs(ids, number, table, experts)
+    assert counts.equal(counted.counts)
+    assert rows.key.equal(want.key) and rows.row.equal(want.row)
+    pairs, others = rows.sorted_pairs(4), want.sorted_pairs(4)
+    assert pairs.sizes == others.sizes and pairs.runs() == others.runs()
+    for name in ("token", "kth", "row"):
+        assert np.array_equal(getattr(pairs, name), getattr(others, name))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...transports.backend_limits import BACKENDS
 from ...transports.base import TwoSidedTransport
 from ...transports.comm_requests import HEADER, AllToAll, Transfer
 from .base import Steps
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class Rows(NamedTuple):
@@ -24,6 +29,30 @@ class Rows(NamedTuple):
     receive_sizes: list[int]
 
 
+class _MessageMemory:
+    """Room for the largest messages of one all-to-all, on the CPU: those to the other ranks, followed by that to this
+    rank itself, and those from the others. Kept, because fresh pages cost more than small messages."""
+
+    def __init__(self, ranks: int, room: int) -> None:
+        with torch.inference_mode(False):
+            self.sends = torch.empty(ranks * room, dtype=torch.uint8, device="cpu")
+            self.receives = torch.empty((ranks - 1) * room, dtype=torch.uint8, device="cpu")
+        self.sent, self.received = self.sends.numpy(), self.receives.numpy()
+
+    @classmethod
+    def of(cls, transport: TwoSidedTransport, ranks: tuple[int, ...], me: int, room: int) -> _MessageMemory:
+        """Return that of rank `ranks[me]`, which all its exchanges among these ranks use, one after another."""
+        of_transport = _of_transports.setdefault(transport, {})
+        if (ranks, me) not in of_transport:
+            of_transport[ranks, me] = cls(len(ranks), room)
+        return of_transport[ranks, me]
+
+
+_of_transports: weakref.WeakKeyDictionary[TwoSidedTransport, dict[tuple[tuple[int, ...], int], _MessageMemory]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 class ChunkExchange:
     """The exchanges of rank `ranks[me]` on a two-sided transport.
 
@@ -32,13 +61,18 @@ class ChunkExchange:
     """
 
     def __init__(self, transport: TwoSidedTransport, ranks: tuple[int, ...], me: int) -> None:
-        self._ranks, self._me = ranks, me
+        self._transport, self._ranks, self._me = transport, ranks, me
         self._others = [r for r in range(len(ranks)) if r != me]
         self._group = transport.group_order(ranks)
         self._limit = 0  # bytes of a chunk in an all-to-all; 0: no process group has exactly these ranks
         if self._group is not None and self._others:
             self._limit = BACKENDS[transport.backend].all_to_all
         self._order = [ranks.index(rank) for rank in self._group or ()]
+        self._in_group_order = [r for r in self._order if r != me]
+        self._room = HEADER + self._limit
+        self._begins = {r: i * self._room + HEADER for i, r in enumerate(self._in_group_order)}
+        """Where the message from each other rank begins in what an all-to-all receives."""
+        self._memory: _MessageMemory | None = None
 
     def run(
         self,
@@ -61,7 +95,7 @@ class ChunkExchange:
         for sent, received in zip(outgoing, incoming, strict=True):
             received[self._me].copy_(sent[self._me])
         collectives = collectives and active is None
-        if collectives and self.takes_at_once(most * sum(_row_nbytes(part.sends) for part in parts)):
+        if collectives and self.takes_at_once(most * sum(row_nbytes(part.sends) for part in parts)):
             yield from self._all_to_all(fingerprint, outgoing, incoming)
             return
         others = self._others if active is None else [r for r in active if r != self._me]
@@ -93,29 +127,65 @@ class ChunkExchange:
     ) -> Steps[dict[int, torch.Tensor]]:
         """Send uint8 tensors, one after another, to each other rank in one all-to-all, which takes them at once. Return
         for each memory that begins with what it sent: sizes need not be known."""
-        assert self._group is not None
-        room, device = HEADER + self._limit, sends[self._others[0]][0].device
+        device = sends[self._others[0]][0].device
         header = torch.empty(HEADER, dtype=torch.uint8, device=device)
-        others = [r for r in self._order if r != self._me]
-        received = torch.empty(len(others) * room, dtype=torch.uint8, device=device)
-        yield AllToAll(
+        sizes = {r: HEADER + sum(part.numel() for part in sends[r]) for r in self._others}
+        memory = torch.cat([piece for r in self._in_group_order for piece in (header, *sends[r])])
+        received = torch.empty(len(self._others) * self._room, dtype=torch.uint8, device=device)
+        yield self._request(fingerprint, memory, sizes, received)
+        return {r: received[begin : begin + self._limit] for r, begin in self._begins.items()}
+
+    def new_messages(self, nbytes: Sequence[int]) -> list[Bytes]:
+        """Return memory for messages that `exchange_messages` sends, by rank, on the CPU. It may be written until then.
+
+        Args:
+            nbytes: of the message to each rank, at most the largest that goes at once.
+        """
+        sent, end = self._message_memory().sent, 0
+        messages = {}
+        for r in (*self._in_group_order, self._me):
+            begin = end + HEADER
+            end = begin + -(-nbytes[r] // HEADER) * HEADER
+            messages[r] = sent[begin:end]
+        return [messages[r] for r in range(len(nbytes))]
+
+    def exchange_messages(self, fingerprint: int, messages: Sequence[Bytes]) -> Steps[list[Bytes]]:
+        """Send `new_messages` to the other ranks in one all-to-all. Return for each rank memory that begins with the
+        message from it, to be read before the next exchange: sizes need not be known."""
+        memory, sizes = self._message_memory(), {r: HEADER + len(messages[r]) for r in self._others}
+        yield self._request(fingerprint, memory.sends[: sum(sizes.values())], sizes, memory.receives)
+        arrived = list(messages)
+        for r, begin in self._begins.items():
+            arrived[r] = memory.received[begin : begin + self._limit]
+        return arrived
+
+    def _message_memory(self) -> _MessageMemory:
+        if self._memory is None:
+            self._memory = _MessageMemory.of(self._transport, self._ranks, self._me, self._room)
+        return self._memory
+
+    def _request(
+        self, fingerprint: int, sends: torch.Tensor, sizes: Mapping[int, int], receives: torch.Tensor
+    ) -> AllToAll:
+        assert self._group is not None
+        return AllToAll(
             self._group,
-            torch.cat([piece for r in others for piece in (header, *sends[r])]),
-            received,
-            [0 if r == self._me else HEADER + sum(part.numel() for part in sends[r]) for r in self._order],
-            [room * (r != self._me) for r in self._order],
+            sends,
+            receives,
+            [sizes.get(r, 0) for r in self._order],
+            [self._room * (r != self._me) for r in self._order],
             fingerprint,
         )
-        return {r: received[i * room + HEADER : (i + 1) * room] for i, r in enumerate(others)}
 
 
 def _split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
     """Return the rows of each rank as uint8 [bytes]."""
-    row = _row_nbytes(x)
+    row = row_nbytes(x)
     return flat_bytes(x).split([size * row for size in sizes])
 
 
-def _row_nbytes(x: torch.Tensor) -> int:
+def row_nbytes(x: torch.Tensor) -> int:
+    """Return the bytes of a row of `x`."""
     return math.prod(x.shape[1:]) * x.itemsize
 
 

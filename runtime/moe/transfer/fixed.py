@@ -17,9 +17,9 @@ import torch
 
 from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows
 from ..config import DispatchConfig
-from ..dispatch_record import Chunks, DispatchRecord
+from ..dispatch_record import Chunks, DispatchRecord, chunk_sizes
 from .base import Delivery, Steps, TokenTransfer
-from .sendrecv import SendRecvTransfer, chunk_sizes
+from .sendrecv import SendRecvTransfer
 
 
 class FittingRows(TokenTransfer):
@@ -65,9 +65,8 @@ class FixedTransfer(FittingRows, SendRecvTransfer):
         destination = torch.arange(ranks, device="cpu").repeat_interleave(sizes).to(self.device)
         self._chunk = destination * capacity  # int64 [S]: the first row of the destination's chunk
         self._in_chunk = torch.arange(capacity, device=self.device).expand(ranks, -1).contiguous()
-        of_all = torch.full((ranks,), capacity, dtype=torch.int64, device="cpu")
-        self._sizes_of_all = of_all, of_all
-        """On the host: rows of the chunk to each destination, and of that from each source."""
+        self._sizes_of_all = torch.tensor([*[capacity] * (2 * ranks), 0, capacity], device="cpu")
+        """`Chunks.sizes`."""
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
         fitting, groups = self._fitted(matrix)
@@ -77,10 +76,7 @@ class FixedTransfer(FittingRows, SendRecvTransfer):
         return DispatchRecord(weights, groups, rows, matrix, self._chunks_with(self._places(fitting, groups)))
 
     def _chunks_with(self, places: torch.Tensor) -> Chunks:
-        sends, receives = (sizes.clone() for sizes in self._sizes_of_all)
-        no_padding = torch.zeros(1, dtype=torch.int64, device="cpu")
-        most = torch.full((1,), self._capacity, dtype=torch.int64, device="cpu")
-        return Chunks(sends, receives, no_padding, most, places)
+        return Chunks(self._sizes_of_all.clone(), places)
 
     def _places(self, counts: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Return the place in this rank's buffer of each row of the received chunks, int64 [W * capacity], -1: none.

@@ -2,23 +2,42 @@
 
 A rank knows its own counts before those of its peers. If no pair can be dropped, these determine what it sends. An
 all-to-all of small messages has room for any of them: an exchange of counts ahead of the rows would only cost its wait.
-Larger rows follow the counts as those of SendRecvTransfer do, likewise combine and backward; results are the same.
+Rows of combine and of backward are packed straight into such messages, too. Larger ones travel as those of
+SendRecvTransfer do, in dispatch after the counts; results are the same.
+
+Indices and messages are numpy arrays: calls on a few rows cost less in numpy than in torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from ....kernels import CountedPairs, Groups, TokenRows, locate_rows, push_rows
+from ....kernels import Groups, TokenRows, host_array, host_tensor, locate_sorted_pairs
 from ...transports.backend_limits import BACKENDS
 from ..config import DispatchConfig
-from ..dispatch_record import DispatchRecord, Tokens
-from .base import DISPATCH, Steps, copied
-from .chunk_exchange import flat_bytes
-from .sendrecv import SendRecvTransfer, chunk_sizes
+from ..dispatch_record import Chunks, DispatchRecord, Tokens, chunk_sizes
+from .base import DISPATCH, Delivery, Steps, copied
+from .chunk_exchange import Bytes, row_nbytes
+from .sendrecv import SendRecvTransfer
+
+Array = npt.NDArray[Any]
+Int32s = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int64]
+
+
+class _Rows(NamedTuple):
+    """Rows of all messages, to be read or written."""
+
+    rows: Array
+    """[R, ...]."""
+    places: Ints | None
+    """For each row of the messages, one after another, the row among `rows`; None: the same."""
 
 
 class OneExchangeTransfer(SendRecvTransfer):
@@ -30,68 +49,148 @@ class OneExchangeTransfer(SendRecvTransfer):
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
     ) -> Steps[tuple[torch.Tensor, DispatchRecord]]:
         config = self.config
-        at_once = self.collectives and self._chunks.takes_at_once(_largest_message(config))
-        if record is not None or config.active_ranks is not None or not at_once:
+        if record is not None or not self._go_at_once(_largest_message(config)):
             return (yield from super().dispatch(tokens, outs, record))
-        counted = self._count(tokens.ids)
-        sent, numbers, of_pairs = self._packed_pairs(tokens, counted)
-        columns, own_counts = config.bounds[-1] + 1, counted.counts.tolist()
-        number = [sum(own_counts[a:b]) for a, b in pairwise(config.bounds)]
-        messages = {
-            r: (flat_bytes(counted.counts), flat_bytes(of_weights), flat_bytes(x))
-            for r, (of_weights, x) in enumerate(zip(numbers.split(number), sent.split(number), strict=True))
-        }
-        arrived = yield from self._chunks.bytes_of_others(self.fingerprint + DISPATCH, messages)
-        matrix = torch.stack(
-            [
-                counted.counts if r == self.me else arrived[r][: columns * 4].view(torch.int32)
-                for r in range(config.ranks)
-            ]
+        of_pairs, of_experts = locate_sorted_pairs(
+            tokens.ids, config.num_experts, self._physical_expert_of, self.physical_experts
         )
+        counts, sends = of_experts.numpy(), of_pairs.sorted_pairs(config.ranks).sizes
+        sent = self._packed_messages(sends, _sources(of_pairs, config.ranks, tokens.x, tokens.weights), counts)
+        arrived = yield from self._chunks.exchange_messages(self.fingerprint + DISPATCH, sent)
+        matrix = np.stack([message[: counts.nbytes].view(np.int32) for message in arrived])
+        groups, receives, padded, places = self._arrivals_of_all(matrix)
         own = rows, row_weights = self._rows_to_receive(), self._new_numbers()
-        groups = self._grouped(matrix, self.physical_experts)
-        sizes, in_order, _ = self._laid_out(matrix, groups)
-        chunks = self._chunks_of(sizes, in_order)
         self._fill_unused(groups, *(outs or own))
-        _, receives, padded, _ = chunk_sizes(chunks)
-        *by_source, padding = in_order[: sum(receives) + padded].split([*receives, padded])
-        for r, (at, n) in enumerate(zip(by_source, receives, strict=True)):
-            if not n:
-                continue
-            _, of_weights, x = messages[r] if r == self.me else _parts(arrived[r], columns, n, config.dispatched_nbytes)
-            rows.index_copy_(0, at, x.view(rows.dtype).view(n, -1))
-            row_weights.index_copy_(0, at, of_weights.view(torch.float32))
-        if padded:
-            for buffer in own:
-                buffer.index_fill_(0, padding, 0)
-        record = DispatchRecord((outs or own)[1], groups, of_pairs, matrix, chunks)
+        targets = [_Rows(host_array(x), places) for x in (row_weights, rows)]
+        _unpack(arrived, receives, targets, counts.nbytes)
+        _zero_padding(targets, receives, padded)
+        sizes = self._read(torch.tensor([*sends, *receives, padded, config.most_pairs]))
+        chunks = Chunks(sizes, torch.from_numpy(places))
+        record = DispatchRecord((outs or own)[1], groups, of_pairs, torch.from_numpy(matrix), chunks)
         return copied(own, outs, groups)[0], record
 
-    def _packed_pairs(self, tokens: Tokens, counted: CountedPairs) -> tuple[torch.Tensor, torch.Tensor, TokenRows]:
-        """Return the rows and weights of all pairs by physical expert, token and k, and where each pair has its own."""
-        limit = counted.counts[:-1]
-        ends = limit.cumsum(0)
-        number = int(limit.sum())
-        sent, numbers = self._empty((number, tokens.x.shape[1]), tokens.x.dtype), self._empty((number,), torch.float32)
-        none = limit[:0]  # not read where no rows are padded
-        groups = Groups((ends - limit).int(), limit, none, none, none, none, none)
-        of_pairs = locate_rows(counted.physical_expert, counted.place, groups, self.physical_experts)
-        rows, of_weights = self._as_destinations((sent, numbers))
-        launch = self._launch_of(tokens.x)
-        push_rows(tokens.x, of_pairs, rows, groups, self.me, tokens.weights, of_weights, 0, launch)
-        return sent, numbers, of_pairs
+    def _deliver(self, delivery: Delivery) -> Steps[None]:
+        operation, record, x, into, weights, take = delivery
+        assert record.chunks is not None
+        sends, receives, padded, most = chunk_sizes(record.chunks)
+        if not self._go_at_once(most * (row_nbytes(x) + 4 * (weights is not None))):
+            yield from super()._deliver(delivery)
+            return
+        sent = self._packed_messages(sends, _sources(record.rows, self.config.ranks, x, weights))
+        arrived = yield from self._chunks.exchange_messages(self.fingerprint + operation, sent)
+        targets = [_Rows(host_array(buffer), record.chunks.places.numpy()) for buffer in into[::-1]]
+        _unpack(arrived, receives, targets)
+        _zero_padding(targets, receives, padded)
+        if take is not None:
+            take(into[0])
+
+    def _returned(
+        self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor]
+    ) -> Steps[list[torch.Tensor]]:
+        assert record.chunks is not None
+        sends, receives, _, most = chunk_sizes(record.chunks)
+        if not self._go_at_once(most * sum(map(row_nbytes, given))):
+            return (yield from super()._returned(operation, record, given))
+        sources = [_Rows(host_array(x), record.chunks.places.numpy()) for x in given[::-1]]
+        sent = self._packed_messages(receives, sources)
+        arrived = yield from self._chunks.exchange_messages(self.fingerprint + operation, sent)
+        returned = [self._empty((sum(sends), *x.shape[1:]), x.dtype) for x in given]
+        _unpack(arrived, sends, [_Rows(host_array(x), None) for x in returned[::-1]])
+        return returned
+
+    def _go_at_once(self, nbytes: int) -> bool:
+        """Whether messages of at most `nbytes` travel in one all-to-all now."""
+        return self.collectives and self.config.active_ranks is None and self._chunks.takes_at_once(nbytes)
+
+    def _packed_messages(
+        self, sends: Sequence[int], sources: Sequence[_Rows], counts: Int32s | None = None
+    ) -> list[Bytes]:
+        """Return a message to each rank: counts, then `sends[r]` rows of each source."""
+        head = 0 if counts is None else counts.nbytes
+        sizes = [_row_nbytes(rows) for rows, _ in sources]
+        messages = self._chunks.new_messages([head + n * sum(sizes) for n in sends])
+        begin = 0
+        for message, n in zip(messages, sends, strict=True):
+            if counts is not None:
+                message[:head].view(np.int32)[:] = counts
+            at, end = head, begin + n
+            for (rows, places), size in zip(sources, sizes, strict=True):
+                part = np.ndarray((n, *rows.shape[1:]), rows.dtype, message, at)
+                assert places is not None
+                rows.take(places[begin:end], 0, part, "clip")  # what is not clipped goes through a buffer
+                at += n * size
+            begin = end
+        return messages
+
+    def _arrivals_of_all(self, matrix: Int32s) -> tuple[Groups, list[int], int, Ints]:
+        """Return the groups of this rank, the rows from each source, the number of padding rows, and `Chunks.places`,
+        where no row is dropped.
+
+        Args:
+            matrix: int32 [W, S + 1].
+        """
+        config, (low, high) = self.config, self.config.bounds[self.me : self.me + 2]
+        received = matrix[:, low:high].astype(np.int64)
+        counts, align = received.sum(0), config.align
+        padded = np.full_like(counts, config.expert_capacity) if config.batched else -(-counts // align) * align
+        offsets = padded.cumsum()
+        first = offsets - padded
+        # Rows arrive in runs of one source and expert; the padding of each group follows as one run more.
+        begins = np.concatenate(((first + received.cumsum(0) - received).reshape(-1), first + counts))
+        lengths = np.concatenate((received.reshape(-1), padded - counts))
+        ends = lengths.cumsum()
+        places = np.repeat(begins - (ends - lengths), lengths)
+        places += np.arange(len(places))
+        # `start` and `limit` are empty: what this rank sends has been located already.
+        none, group_ends = matrix[0, :0], offsets.astype(np.int32)
+        overflow = np.array([0, matrix[:, -1].sum()], np.int64)
+        fields = none, none, group_ends, counts, padded, group_ends.max(initial=0, keepdims=True), overflow
+        groups = Groups(*map(host_tensor, fields))
+        receives: list[int] = received.sum(1).tolist()
+        return groups, receives, len(places) - sum(receives), places
+
+
+def _sources(of_pairs: TokenRows, ranks: int, x: torch.Tensor, weights: torch.Tensor | None) -> list[_Rows]:
+    """Return what this rank's chunks are made of: of weights, if there are any, and of rows of x."""
+    pairs = of_pairs.sorted_pairs(ranks)
+    sources = [_Rows(host_array(x), pairs.token)]
+    if weights is not None:
+        sources.insert(0, _Rows(host_array(weights).reshape(-1), pairs.token * weights.shape[1] + pairs.kth))
+    return sources
+
+
+def _unpack(messages: Sequence[Array], sizes: Sequence[int], targets: Sequence[_Rows], head: int = 0) -> None:
+    """Store what messages have from byte `head` on: `sizes[r]` rows for each target."""
+    begin, nbytes = 0, [_row_nbytes(rows) for rows, _ in targets]
+    for message, n in zip(messages, sizes, strict=True):
+        at, end = head, begin + n
+        for (rows, places), size in zip(targets, nbytes, strict=True):
+            part = np.ndarray((n, *rows.shape[1:]), rows.dtype, message, at)
+            rows[slice(begin, end) if places is None else places[begin:end]] = part
+            at += n * size
+        begin = end
+
+
+def _zero_padding(targets: Sequence[_Rows], receives: Sequence[int], padded: int) -> None:
+    """Zero the rows after those received."""
+    number = sum(receives)
+    for rows, places in targets if padded else ():
+        assert places is not None
+        rows[places[number : number + padded]] = 0
+
+
+def _row_nbytes(rows: Array) -> int:
+    return math.prod(rows.shape[1:]) * rows.itemsize
 
 
 def goes_at_once(config: DispatchConfig) -> bool:
     """Whether a rank may send rows before it knows its peers' counts, in one all-to-all of gloo."""
+    ranks = config.node_ranks
+    if ranks is not None and ranks.order != sorted(ranks.order):
+        return False  # rows are sorted by expert, and destinations by node
     return config.has_room_for_all and _largest_message(config) <= BACKENDS["gloo"].all_to_all
 
 
 def _largest_message(config: DispatchConfig) -> int:
     """Return the most bytes of counts, weights and rows from one rank to another."""
     return (config.bounds[-1] + 1) * 4 + config.most_pairs * (4 + config.dispatched_nbytes)
-
-
-def _parts(message: torch.Tensor, columns: int, number: int, row_nbytes: int) -> tuple[torch.Tensor, ...]:
-    """Return the counts, weights and rows that a message begins with, uint8 [bytes] each."""
-    return message[: columns * 4 + number * (4 + row_nbytes)].split([columns * 4, number * 4, number * row_nbytes])

@@ -22,6 +22,7 @@ from .base import Delivery, Read, Shared, Steps, TokenTransfer
 
 # Barriers of an operation after its first, added to its number.
 _LAST, _OPENED = 1, 2
+_MOST_OPENED = 4096  # tensors on peers' memory that are kept
 
 
 class PushTransfer(TokenTransfer):
@@ -36,6 +37,8 @@ class PushTransfer(TokenTransfer):
         super().__init__(*args)
         self._at, self._among = self.me, self.ranks
         """This rank's index among the ranks whose memory it writes, itself included; and those ranks."""
+        self._peer_buffers: dict[tuple[Address, torch.Size, torch.dtype], torch.Tensor] = {}
+        """Tensors on peers' memory, where an address refers to the same memory for ever."""
         self._matrices: dict[tuple[int, ...], Buffers] = {}
         """The matrices of counts by peers: ranks that were not active keep those that they opened before."""
 
@@ -97,19 +100,22 @@ class PushTransfer(TokenTransfer):
         in_order: list[Any] = [theirs.get(rank) for rank in self._among]
         with torch.inference_mode(False):  # those of the matrix are kept
             buffers = [
-                Buffers(
-                    [
-                        tensor
-                        if a is None
-                        else transport.open(a[i], _nbytes(tensor)).view(tensor.dtype).view(tensor.shape)
-                        for a in in_order
-                    ],
-                    self.tables,
-                )
+                Buffers([tensor if a is None else self._open(a[i], tensor) for a in in_order], self.tables)
                 for i, tensor in enumerate(own)
             ]
         self._held = held  # until peers have read it, which they have at the next call
         return buffers
+
+    def _open(self, address: Address, like: torch.Tensor) -> torch.Tensor:
+        """Return the memory at an address of a peer as a tensor of the shape and dtype of another one."""
+        key = address, like.shape, like.dtype
+        kept = self._peer_buffers if self.transport.recycles else {}
+        opened = kept.get(key)
+        if opened is None:
+            if len(kept) >= _MOST_OPENED:
+                kept.clear()
+            opened = kept[key] = self.transport.open(address, _nbytes(like)).view(like.dtype).view(like.shape)
+        return opened
 
     def _addressable(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
         """Return `values` in memory that peers can address; copies only the rows that peers read."""

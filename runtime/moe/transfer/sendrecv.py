@@ -20,7 +20,7 @@ from ....kernels import Buffers, CountedPairs, Groups, locate_rows, push_rows
 from ...statistics import stats
 from ...transports.base import TwoSidedTransport
 from ..config import DispatchConfig
-from ..dispatch_record import Chunks, DispatchRecord
+from ..dispatch_record import Chunks, DispatchRecord, chunk_sizes
 from .base import ROUTING, Delivery, Read, Shared, Steps, TokenTransfer
 from .chunk_exchange import ChunkExchange, Rows
 
@@ -80,20 +80,13 @@ class SendRecvTransfer(TokenTransfer):
         groups = self._grouped(matrix, self.physical_experts)
         sizes, places, start = self._laid_out(matrix, groups)
         rows = locate_rows(counted.physical_expert, counted.place, groups._replace(start=start), self.physical_experts)
-        return DispatchRecord(weights, groups, rows, matrix, self._chunks_of(sizes, places))
-
-    def _chunks_of(self, sizes: torch.Tensor, places: torch.Tensor) -> Chunks:
-        ranks = self.config.ranks
-        sends, receives, padding, most = self._read(sizes).split((ranks, ranks, 1, 1))
-        return Chunks(sends, receives, padding, most, places)
+        return DispatchRecord(weights, groups, rows, matrix, Chunks(self._read(sizes), places))
 
     def _laid_out(self, matrix: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Lay out the chunks on the device, in tensors of fixed shapes.
 
         Returns:
-            int64 [2 W + 2]: rows to each destination, rows from each source, padding rows of this rank's buffer, the
-                largest number of pairs of any rank for another one.
-            `Chunks.places`.
+            `Chunks.sizes` on the device, and `Chunks.places`.
             int32 [S]: the first row of each physical expert in all of this rank's chunks.
         """
         ends = groups.limit.cumsum(0)
@@ -218,8 +211,3 @@ class SendRecvTransfer(TokenTransfer):
         torch.cuda.current_stream(sizes.device).synchronize()
         self.transport.check()
         return host
-
-
-def chunk_sizes(chunks: Chunks) -> tuple[list[int], list[int], int, int]:
-    """Return the rows sent to each destination, received from each source, of padding, and `Chunks.most`."""
-    return chunks.sends.tolist(), chunks.receives.tolist(), int(chunks.padding), int(chunks.most)

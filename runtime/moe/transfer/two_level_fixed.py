@@ -34,11 +34,11 @@ class TwoLevelFixedTransfer(TokenPlaces, TwoLevelSendRecvTransfer, FixedTransfer
         super().__init__(*args)
         ranks, capacity = self.config.node_ranks, self._capacity
         assert ranks is not None
-        sends, receives = torch.zeros((2, self.config.ranks), dtype=torch.int64, device="cpu")
+        sends, receives = [0] * self.config.ranks, [0] * self.config.ranks
         each = (1 + len(self._sources)) * capacity
         for member in self._members:
             sends[member], receives[member] = each, (1 + len(ranks.sources(member))) * capacity
-        self._sizes_of_all = sends, receives
+        self._sizes_of_all = torch.tensor([*sends, *receives, 0, capacity], device="cpu")
         chunk = [self._members.index(r) * each if r in self._members else 0 for r in self._rank_of_expert]
         with torch.inference_mode(False):
             first = torch.arange(1 + len(self._sources), device=self.device)[:, None] * capacity

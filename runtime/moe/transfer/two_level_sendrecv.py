@@ -19,7 +19,7 @@ import torch
 
 from ....kernels import Buffers, CountedPairs, locate_rows
 from ..config import DispatchConfig
-from ..dispatch_record import Chunks, DispatchRecord, Tokens
+from ..dispatch_record import Chunks, DispatchRecord, Tokens, chunk_sizes
 from .base import DISPATCH, Delivery, Steps, copied
 from .chunk_exchange import Rows
 from .sendrecv import SendRecvTransfer
@@ -85,7 +85,7 @@ class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
         self._fill_unused(record.groups, *(outs or own))
         delivery = Delivery(DISPATCH, record, tokens.x, own, tokens.weights)
         assert record.chunks is not None
-        packed = self._new_chunks(delivery, _total(record.chunks.sends))
+        packed = self._new_chunks(delivery, sum(chunk_sizes(record.chunks)[0]))
         locate = partial(self._locate, forwarding=forwarding, record=record)
         record = yield from self._send(tokens, record, sent, receives, self._as_destinations(packed), locate)
         yield from self._bring(delivery, packed)
@@ -133,9 +133,10 @@ class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
         rows = locate_rows(expert, place, start_of_own, self.physical_experts)
         tokens_to = torch.zeros_like(received).index_copy_(0, self._forwarder, by_node.sum(1))
         tokens_from = torch.zeros_like(received).index_copy_(0, self._brought[1:], numbers)
-        sizes = self._read(torch.cat((sends, receives, padding, tokens_to, tokens_from)))
-        rows_to, rows_from, padded, host_sends, host_receives = sizes.split((c.ranks, c.ranks, 1, c.ranks, c.ranks))
-        chunks = Chunks(rows_to, rows_from, padded, torch.zeros(1, dtype=torch.int64, device="cpu"), places)
+        no_bound = padding.new_zeros(1)  # messages have no limit
+        numbers_of_all = self._read(torch.cat((sends, receives, padding, no_bound, tokens_to, tokens_from)))
+        sizes, host_sends, host_receives = numbers_of_all.split((2 * c.ranks + 2, c.ranks, c.ranks))
+        chunks = Chunks(sizes, places)
         # Of known size, so that the host need not wait for it.
         which, token = torch.nonzero_static(by_node, size=_total(host_sends)).unbind(1)
         has_row = (expert >= 0) & (place < groups.limit[expert.clamp(min=0).long()])
@@ -159,7 +160,7 @@ class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         assert delivery.record.chunks is not None
-        packed = self._new_chunks(delivery, _total(delivery.record.chunks.sends))
+        packed = self._new_chunks(delivery, sum(chunk_sizes(delivery.record.chunks)[0]))
         yield from super()._deliver(delivery._replace(into=self._as_destinations(packed), take=None))
         yield from self._bring(delivery, packed)
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,3 +95,23 @@ def test_no_rank_takes_rows_of_another_request() -> None:
         runs[me] = exchange.run(7 + me, [Rows(rows, [1, 1], rows.clone(), [1, 1])], 1)
     with pytest.raises(DisagreementError):
         run_all(runs)
+
+
+def test_messages_of_unknown_sizes_arrive_and_memory_is_used_again() -> None:
+    """In one all-to-all, whose group may have another order than the ranks; the message to itself stays."""
+    ranks, transport = (12, 10, 11), Ordered(False, "gloo")
+    exchanges = [ChunkExchange(transport, ranks, me) for me in range(3)]
+    for number in range(2):
+        runs, sizes = {}, [[(5 * i + 16 * j + number) % 40 for j in range(3)] for i in range(3)]
+        for me, rank in enumerate(ranks):
+            messages = exchanges[me].new_messages(sizes[me])
+            for other, message in enumerate(messages):
+                message[:] = 10 * me + other
+            runs[rank] = exchanges[me].exchange_messages(7, messages)
+        for rank, arrived in run_all(runs).items():
+            me = ranks.index(rank)
+            for other, message in enumerate(arrived):
+                assert (message[: sizes[other][me]] == 10 * other + me).all() and len(message) >= sizes[other][me]
+    another = ChunkExchange(transport, ranks, 0).new_messages([9, 9, 9])
+    assert np.shares_memory(another[0], exchanges[0].new_messages([9, 9, 9])[0])
+    assert not np.shares_memory(another[0], exchanges[1].new_messages([9, 9, 9])[0])
