@@ -14,8 +14,8 @@ _limit: int | None = None  # by `set_pool_limit`
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of shared memory of this process on the `shared_memory` and `hierarchical` transports, and of memory for CPU
-    tensors on `process_group`, which no other process maps.
+    """Bytes of shared memory of this process on the `shared_memory` and `hierarchical` transports, and of memory of its
+    own for CPU tensors on `process_group`.
 
     Attributes:
         allocated: in use by tensors, in whole pages, rounded up by at most an eighth.
