@@ -54,12 +54,12 @@ def step_price(change: LayoutChange, shape: tuple[int, ...], topology: Topology)
 
 
 def step_prices(
-    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, unbounded: int = 0
+    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, bounded: bool = True
 ) -> list[StepPrice]:
     """The prices of several changes of one tensor on one mesh; faster than one at a time.
 
     Args:
-        unbounded: the number of leading changes whose `lower_bound_us` is not computed and is 0.
+        bounded: whether `lower_bound_us` is computed; otherwise it is 0.
     """
     if not changes:
         return []
@@ -67,7 +67,7 @@ def step_prices(
     at_once = max(1, _MAX_AT_ONCE // at.near.size)
     prices: list[StepPrice] = []
     for first in range(0, len(changes), at_once):
-        prices += _prices(changes[first : first + at_once], shape, topology, at, max(0, unbounded - first))
+        prices += _prices(changes[first : first + at_once], shape, topology, at, bounded)
     return prices
 
 
@@ -133,7 +133,7 @@ def _times(table: np.ndarray, rows: Sequence[np.ndarray], out: np.ndarray | None
 
 
 def _prices(
-    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, at: PricedRanks, unbounded: int
+    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, at: PricedRanks, bounded: bool
 ) -> list[StepPrice]:
     """`step_prices` of one chunk. Arrays are [k, r], per change and receiver, and in bytes unless noted."""
     size, node, network = ITEMSIZE[changes[0].dtype], topology.node, topology.network
@@ -183,9 +183,8 @@ def _prices(
     us = (np.maximum(over_node, over_network) + copies).max(axis=1)
     peak = np.ceil((before + after + staged).max(axis=1))
     bound = np.zeros(len(changes))
-    if bounded := changes[unbounded:]:
-        nbytes = common[unbounded:] * size
-        bound[unbounded:] = _lower_bound_us(bounded, shape, topology, at, nbytes, after[unbounded:], own[unbounded:])
+    if bounded and at.whole:
+        bound = _lower_bound_us(changes, shape, topology, at, common * size, after, own)
     return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
 
 
@@ -198,7 +197,7 @@ def _lower_bound_us(
     wanted: np.ndarray,
     own: np.ndarray,
 ) -> np.ndarray:
-    """[k] a lower bound on the time of any sequence of steps; 0 if the target has new partials or ranks are sampled.
+    """[k] a lower bound on the time of any sequence of steps; 0 if the target has new partials. All ranks are priced.
 
     At best a rank receives what it lacks over both links at once, and a node receives what it lacks over the network.
     Reducing n terms takes n - 1 additions of received terms, and a rank that wants a sum without computing it receives
@@ -209,8 +208,6 @@ def _lower_bound_us(
         wanted: [k, r] bytes of the target shards.
         own: [k, r] bytes of the target shards that the receiver already holds.
     """
-    if not at.whole:
-        return np.zeros(len(changes))
     node, network, ranks = topology.node, topology.network, len(at.positions)
     whole = math.prod(shape) * ITEMSIZE[changes[0].dtype]
     terms = np.array([[change.contributors] for change in changes])
