@@ -41,7 +41,7 @@ def mesh_dims_of(cuts: Cuts) -> tuple[int, ...]:
 
 def is_strided(cuts: Cuts) -> bool:
     """Whether one of the cuts is strided."""
-    return any(isinstance(cut, tuple) for cut in cuts)
+    return tuple in map(type, cuts)
 
 
 def held_span(extent: int, parts: Parts) -> Span:
