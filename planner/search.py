@@ -145,6 +145,7 @@ class Search:
             to_target.update(zip(new, self.prices([(layout, target) for layout in new]), strict=True))
             best_before, tried_before = best, tried.copy()
             tried.update(layout for _, layout in steps_tried)
+            # A layout that an earlier round tried must also be able to beat the best path of the rounds before.
             for path, layout, step, us in extended:
                 last = to_target[layout]
                 if us >= min(best - least_step_us, reached_us.get(layout, math.inf)) or (
