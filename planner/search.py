@@ -47,10 +47,10 @@ class Search:
         two paths."""
         return self.prices([(a, b)])[0]
 
-    def prices(self, pairs: Sequence[tuple[Layout, Layout]], unbounded: int = 0) -> list[StepPrice]:
-        """The `price` of several steps; little slower than of one. The first `unbounded` have no lower bound."""
+    def prices(self, pairs: Sequence[tuple[Layout, Layout]], bounded: bool = True) -> list[StepPrice]:
+        """The `price` of several steps; little slower than of one. Without `bounded` their lower bounds are 0."""
         changes = [layout_change(self.mesh, self.dtype, a, b, self.topology.rank_nodes) for a, b in pairs]
-        prices = step_prices(changes, self.shape, self.topology, unbounded)
+        prices = step_prices(changes, self.shape, self.topology, bounded)
         # Steps that `bound_fan_in` would split are excluded.
         excluded = [x.contributors > MAX_FAN_IN and exceeds_fan_in(self.mesh, x.source, x.target) for x in changes]
         return [
@@ -111,15 +111,15 @@ class Search:
         )
         least_step_us = 0.0 if becomes_partial else min(self.topology.node.latency_us, self.topology.network.latency_us)
         sequences = [*self._direct_paths(), *intermediate.hierarchical_paths(source)]
-        pairs = [(source, target), *(pair for layouts in sequences for pair in pairwise(layouts))]
-        direct, *rest = self.prices(pairs)
-        remaining, paths = iter(rest), []
+        pairs = dict.fromkeys([(source, target), *(pair for layouts in sequences for pair in pairwise(layouts))])
+        priced, paths = dict(zip(pairs, self.prices(list(pairs)), strict=True)), []
+        direct = priced[source, target]
         for layouts in sequences:
-            steps = [next(remaining) for _ in pairwise(layouts)]
+            steps = [priced[pair] for pair in pairwise(layouts)]
             peak = max(step.peak_bytes + (source_bytes if i else 0) for i, step in enumerate(steps))
             paths.append(Path(layouts, sum(step.us for step in steps), peak))
         best = min((path.us for path in paths if path.peak_bytes <= max_bytes), default=math.inf)
-        reached_us, to_target = {source: 0.0}, {source: direct}
+        reached_us, to_target, tried = {source: 0.0}, {source: direct}, {source}
         queue = [(direct.lower_bound_us, 0, Path((source,), 0.0, 0))]
         for _ in range(MAX_ROUNDS):
             expanded: list[Path] = []
@@ -134,32 +134,34 @@ class Search:
                 if reached_us.get(layout, math.inf) > path.us
                 and (layout not in to_target or path.us + to_target[layout].lower_bound_us + least_step_us < best)
             ]
-            new = [layout for layout in dict.fromkeys(layout for _, layout in steps_tried) if layout not in to_target]
-            # The steps to the new layouts and from these to the target, priced together.
-            pairs = [(path.layouts[-1], layout) for path, layout in steps_tried] + [(layout, target) for layout in new]
-            prices = self.prices(pairs, unbounded=len(steps_tried))
-            to_target.update(zip(new, prices[len(steps_tried) :], strict=True))
+            prices = self.prices([(path.layouts[-1], layout) for path, layout in steps_tried], bounded=False)
             extended = [
-                Path(
-                    (*path.layouts, layout),
-                    path.us + step.us,
-                    max(path.peak_bytes, step.peak_bytes + (source_bytes if len(path.layouts) > 1 else 0)),
-                )
-                for (path, layout), step in zip(steps_tried, prices, strict=False)
+                (path, layout, step, path.us + step.us)
+                for (path, layout), step in zip(steps_tried, prices, strict=True)
+                if path.us + step.us < min(best - least_step_us, reached_us.get(layout, math.inf))
             ]
-            for path in extended:
-                layout, last = path.layouts[-1], to_target[path.layouts[-1]]
-                if path.us >= min(best - least_step_us, reached_us.get(layout, math.inf)):
+            # Most steps already cost too much; only the layouts that the others reach are priced to the target.
+            new = [layout for layout in dict.fromkeys(layout for _, layout, *_ in extended) if layout not in to_target]
+            to_target.update(zip(new, self.prices([(layout, target) for layout in new]), strict=True))
+            best_before, tried_before = best, tried.copy()
+            tried.update(layout for _, layout in steps_tried)
+            # A layout that an earlier round tried must also be able to beat the best path of the rounds before.
+            for path, layout, step, us in extended:
+                last = to_target[layout]
+                if us >= min(best - least_step_us, reached_us.get(layout, math.inf)) or (
+                    layout in tried_before and path.us + last.lower_bound_us + least_step_us >= best_before
+                ):
                     continue
-                peak = max(path.peak_bytes, last.peak_bytes + source_bytes)
-                complete = Path((*path.layouts, target), path.us + last.us, peak)
+                peak = max(path.peak_bytes, step.peak_bytes + (source_bytes if len(path.layouts) > 1 else 0))
+                longer = Path((*path.layouts, layout), us, peak)
+                complete = Path((*longer.layouts, target), us + last.us, max(peak, last.peak_bytes + source_bytes))
                 paths.append(complete)
-                if path.peak_bytes > max_bytes:
+                if peak > max_bytes:
                     continue
-                reached_us[layout] = path.us
+                reached_us[layout] = us
                 if complete.peak_bytes <= max_bytes:
                     best = min(best, complete.us)
-                heapq.heappush(queue, (path.us + last.lower_bound_us, len(paths), path))
+                heapq.heappush(queue, (us + last.lower_bound_us, len(paths), longer))
         return paths
 
 

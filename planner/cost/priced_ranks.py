@@ -17,9 +17,9 @@ from ..layouts.index_sets import (
     overlaps_of_spans,
     spans_along,
 )
-from ..layouts.layout import Cuts, Layout
+from ..layouts.layout import Cuts, Layout, pairs_of
 from ..layouts.mesh import Mesh
-from ..layouts.spans import Spans
+from ..layouts.spans import Spans, cut_shards
 from .topology import Topology
 
 PRICED_WHOLE = 128
@@ -178,7 +178,7 @@ def common_lengths(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.
     """[1, r, p] how many indices of a tensor dim receiver r wants and its peer holds; `cuts`: (wanted, held)."""
     if any(map(is_strided, cuts)):
         others = None if at.whole or at.one_node else at.peers
-        wanted, held = _spans_of_receivers(at, extent, cuts[0]), _distinct_spans(at, extent, cuts[1])
+        wanted, held = _strided_spans_of_receivers(at, extent, cuts[0]), _strided_spans(at, extent, cuts[1])
         return overlaps_of_spans(*wanted, *held, others)[None].astype(float)
     (low, high), (start, stop) = _spans(at, extent, cuts[0]), _spans_of_peers(at, extent, cuts[1])
     low, high = low[at.receivers, None], high[at.receivers, None]
@@ -222,16 +222,30 @@ def _spans_of_peers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarra
 
 
 @lru_cache(maxsize=1024)
-def _spans_of_receivers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
-    """`_distinct_spans` of the receivers."""
+def _strided_spans_of_receivers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
+    """`_strided_spans` of the receivers."""
     spans, shard = _distinct_spans(at, extent, cuts)
     receivers, shard = np.unique(shard[at.receivers], return_inverse=True)
-    return spans.select(receivers), shard
+    return spans.select(receivers).by_start(), shard
+
+
+@lru_cache(maxsize=1024)
+def _strided_spans(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
+    """`_distinct_spans` in ascending order of their starts."""
+    spans, shard = _distinct_spans(at, extent, cuts)
+    return spans.by_start(), shard
 
 
 @lru_cache(maxsize=1024)
 def _distinct_spans(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
-    return distinct_spans(extent, cuts, at.mesh.shape, at.coordinates)
+    """The spans of the distinct shards along a tensor dim, and the index [q] of the shard of each rank."""
+    if not cuts:
+        return distinct_spans(extent, cuts, at.mesh.shape, at.coordinates)
+    spans, shard = _distinct_spans(at, extent, cuts[:-1])
+    ((m, split),) = pairs_of(cuts[-1:])
+    number = at.mesh.shape[m]
+    distinct, index = np.unique(shard * number + at.coordinates[m], return_inverse=True)
+    return cut_shards(extent, spans, (number, split), *np.divmod(distinct, number)), index
 
 
 class SendShares:
@@ -254,11 +268,13 @@ class SendShares:
         keepers: tuple[int, ...],
     ) -> None:
         mesh = at.mesh
-        kinds = at.kinds(m for m in range(mesh.ndim) if m not in replicas)
-        alike = kinds[at.receivers][:, None] == kinds[at.peers]
-        near = at.alike_near(kinds)
-        far = 1 / math.prod(mesh.shape[m] for m in replicas)
-        shares = np.where(alike, at.own, np.where(near > 0, at.near / np.maximum(near, 1), far))
+        shares = np.ones(at.near.shape)
+        if replicas:
+            kinds = at.kinds(m for m in range(mesh.ndim) if m not in replicas)
+            alike = kinds[at.receivers][:, None] == kinds[at.peers]
+            near = at.alike_near(kinds)
+            far = 1 / math.prod(mesh.shape[m] for m in replicas)
+            shares = np.where(alike, at.own, np.where(near > 0, at.near / np.maximum(near, 1), far))
         kinds = at.kinds(m for m in range(mesh.ndim) if m not in closure or m in shards_split)
         keeps = (at.coordinates[list(keepers)].sum(axis=0) == 0)[at.receivers]
         shares = shares * (kinds[at.receivers][:, None] == kinds[at.peers]) * keeps[:, None]

@@ -7,15 +7,14 @@ can compare them. If several ranks could send a box, each is charged an equal sh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..exchange.layout_change import LayoutChange
 from ..layouts.dtypes import ITEMSIZE
-from ..layouts.layout import Layout
+from ..layouts.layout import Cuts, Layout
 from .priced_ranks import (
     PricedRanks,
     common_lengths,
@@ -26,8 +25,6 @@ from .priced_ranks import (
     wanted_lengths,
 )
 from .topology import Topology
-
-K = TypeVar("K", bound=Hashable)
 
 _MAX_AT_ONCE = 1 << 16  # entries of a [changes, receivers, peers] table, so that it stays in the core's cache
 _LARGE_ROW = 512  # entries of a row from which on rows are multiplied one by one, without a table of them
@@ -54,12 +51,12 @@ def step_price(change: LayoutChange, shape: tuple[int, ...], topology: Topology)
 
 
 def step_prices(
-    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, unbounded: int = 0
+    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, bounded: bool = True
 ) -> list[StepPrice]:
     """The prices of several changes of one tensor on one mesh; faster than one at a time.
 
     Args:
-        unbounded: the number of leading changes whose `lower_bound_us` is not computed and is 0.
+        bounded: whether `lower_bound_us` is computed; otherwise it is 0.
     """
     if not changes:
         return []
@@ -67,7 +64,7 @@ def step_prices(
     at_once = max(1, _MAX_AT_ONCE // at.near.size)
     prices: list[StepPrice] = []
     for first in range(0, len(changes), at_once):
-        prices += _prices(changes[first : first + at_once], shape, topology, at, max(0, unbounded - first))
+        prices += _prices(changes[first : first + at_once], shape, topology, at, bounded)
     return prices
 
 
@@ -102,24 +99,16 @@ def _elements(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutC
     senders = None if at.whole else np.array([[change.contributors] for change in changes]) * np.ones(receivers)
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
     for d, extent in enumerate(shape):
-        cuts = [(wanted.get(d, ()), held.get(d, ())) for wanted, held in by_dim]
-        wanted_cuts, held_cuts = [x for x, _ in cuts], [x for _, x in cuts]
-        distinct = {x: common_lengths(at, extent, x) for x in dict.fromkeys(cuts)}
-        common = _times(common, [distinct[x] for x in cuts] if len(distinct) > 1 else [*distinct.values()], common)
-        wanted = _rows(wanted_cuts, partial(wanted_lengths, at, extent))
-        after *= wanted
-        before *= _rows(held_cuts, partial(wanted_lengths, at, extent))
+        pairs: dict[tuple[Cuts, Cuts], int] = {}  # of wanted and held cuts
+        index = [pairs.setdefault((wanted.get(d, ()), held.get(d, ())), len(pairs)) for wanted, held in by_dim]
+        tables = [common_lengths(at, extent, pair) for pair in pairs]
+        common = _times(common, tables if len(tables) == 1 else [tables[i] for i in index], common)
+        wants = np.concatenate([wanted_lengths(at, extent, wanted) for wanted, _ in pairs])
+        after *= wants[index]
+        before *= np.concatenate([wanted_lengths(at, extent, held) for _, held in pairs])[index]
         if senders is not None:
-            senders *= np.ceil(wanted / _rows(held_cuts, partial(most_held, at, extent)))
+            senders *= np.ceil(wants / np.concatenate([most_held(at, extent, held) for _, held in pairs]))[index]
     return _Elements(common, before, after, senders)
-
-
-def _rows(keys: Sequence[K], make: Callable[[K], np.ndarray]) -> np.ndarray:
-    """[keys, …] the rows [1, …] that `make` gives for each key, or [1, …] if all keys are equal."""
-    distinct: dict[K, int] = {}
-    index = [distinct.setdefault(key, len(distinct)) for key in keys]
-    rows = [make(key) for key in distinct]
-    return rows[0] if len(rows) == 1 else np.concatenate(rows).take(index, axis=0)
 
 
 def _times(table: np.ndarray, rows: Sequence[np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
@@ -133,7 +122,7 @@ def _times(table: np.ndarray, rows: Sequence[np.ndarray], out: np.ndarray | None
 
 
 def _prices(
-    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, at: PricedRanks, unbounded: int
+    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, at: PricedRanks, bounded: bool
 ) -> list[StepPrice]:
     """`step_prices` of one chunk. Arrays are [k, r], per change and receiver, and in bytes unless noted."""
     size, node, network = ITEMSIZE[changes[0].dtype], topology.node, topology.network
@@ -183,9 +172,8 @@ def _prices(
     us = (np.maximum(over_node, over_network) + copies).max(axis=1)
     peak = np.ceil((before + after + staged).max(axis=1))
     bound = np.zeros(len(changes))
-    if bounded := changes[unbounded:]:
-        nbytes = common[unbounded:] * size
-        bound[unbounded:] = _lower_bound_us(bounded, shape, topology, at, nbytes, after[unbounded:], own[unbounded:])
+    if bounded and at.whole:
+        bound = _lower_bound_us(changes, shape, topology, at, common * size, after, own)
     return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
 
 
@@ -198,7 +186,7 @@ def _lower_bound_us(
     wanted: np.ndarray,
     own: np.ndarray,
 ) -> np.ndarray:
-    """[k] a lower bound on the time of any sequence of steps; 0 if the target has new partials or ranks are sampled.
+    """[k] a lower bound on the time of any sequence of steps; 0 if the target has new partials. All ranks are priced.
 
     At best a rank receives what it lacks over both links at once, and a node receives what it lacks over the network.
     Reducing n terms takes n - 1 additions of received terms, and a rank that wants a sum without computing it receives
@@ -209,8 +197,6 @@ def _lower_bound_us(
         wanted: [k, r] bytes of the target shards.
         own: [k, r] bytes of the target shards that the receiver already holds.
     """
-    if not at.whole:
-        return np.zeros(len(changes))
     node, network, ranks = topology.node, topology.network, len(at.positions)
     whole = math.prod(shape) * ITEMSIZE[changes[0].dtype]
     terms = np.array([[change.contributors] for change in changes])

@@ -47,10 +47,7 @@ def transfer_table(change: LayoutChange, shape: tuple[int, ...], rank: int | Non
         return table if change.positions is change.target_mesh else _by_receiver(table)
     if change.group_size <= _MAX_CACHED_GROUP:
         return _cached_pairs(change, rank).table(shape)
-    sent = _table(change, shape, *_pairs_from(change, rank, shape))
-    mine = (sent.sender == rank).any(axis=1) & (sent.receiver != rank)
-    received = _table(change, shape, *_pairs_to(change, rank, shape))
-    return _by_receiver(TransferTable.concatenate([received, sent.select(mine)]))
+    return _table(change, shape, *_pairs_of_rank(change, rank, shape))
 
 
 def tables_of_ranks(
@@ -104,17 +101,10 @@ class _PairsOfRank:
     """All pairs of position `rank` for tensors of any shape, from which the table for each shape is made."""
 
     def __init__(self, change: LayoutChange, rank: int) -> None:
-        received, sent = _pairs_to(change, rank), _pairs_from(change, rank)
-        receivers, holders = (np.concatenate(both) for both in zip(received, sent, strict=True))
-        receiver, sender = _ends(change, receivers, holders)
-        mine = (sender == rank).any(axis=1) & (receiver != rank)
-        mine[: len(received[0])] = True
-        rows = np.flatnonzero(mine)
-        rows = rows[np.argsort(receiver[rows], kind="stable")]
         self.change = change
-        self.receivers, self.holders, self.ends = receivers[rows], holders[rows], (receiver[rows], sender[rows])
+        self.receivers, self.holders, self.ends = _pairs_of_rank(change, rank)
         self.few: FewPairs | None = None  # if Python numbers are faster than arrays
-        if len(rows) <= _MAX_SCALAR_PAIRS and not change.is_strided:
+        if len(self.receivers) <= _MAX_SCALAR_PAIRS and not change.is_strided:
             self.few = FewPairs(
                 change.source, change.source_mesh.shape, self.holders.tolist(),
                 change.target, change.target_mesh.shape, self.receivers.tolist(),
@@ -133,6 +123,21 @@ class _PairsOfRank:
 
 
 _cached_pairs = lru_cache(maxsize=1024)(_PairsOfRank)
+
+
+def _pairs_of_rank(
+    change: LayoutChange, rank: int, shape: tuple[int, ...] | None = None
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """The pairs in which `rank` receives or sends, sorted by receiver, for a tensor of `shape` or (None) of any shape:
+    the coordinates of receivers and holders, and the `_ends`."""
+    received, sent = _pairs_to(change, rank, shape), _pairs_from(change, rank, shape)
+    receivers, holders = (np.concatenate(both) for both in zip(received, sent, strict=True))
+    receiver, sender = _ends(change, receivers, holders)
+    mine = (sender == rank).any(axis=1) & (receiver != rank)
+    mine[: len(received[0])] = True
+    rows = np.flatnonzero(mine)
+    rows = rows[np.argsort(receiver[rows], kind="stable")]
+    return receivers[rows], holders[rows], (receiver[rows], sender[rows])
 
 
 def _all_pairs(change: LayoutChange) -> Iterator[tuple[np.ndarray, np.ndarray]]:

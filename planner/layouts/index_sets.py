@@ -23,8 +23,8 @@ from .spans import (
     common_runs,
     cut,
     held_spans,
+    intersections,
     shards_meeting,
-    spans_in_common,
     spans_of_shards,
 )
 
@@ -41,7 +41,7 @@ def mesh_dims_of(cuts: Cuts) -> tuple[int, ...]:
 
 def is_strided(cuts: Cuts) -> bool:
     """Whether one of the cuts is strided."""
-    return any(isinstance(cut, tuple) for cut in cuts)
+    return tuple in map(type, cuts)
 
 
 def held_span(extent: int, parts: Parts) -> Span:
@@ -178,42 +178,20 @@ def boxes_of_all(shape: Sequence[int], layout: Layout, mesh: Mesh) -> tuple[np.n
     return (held if layout.kind == "node sums" else valid), valid
 
 
-def overlaps(
-    extent: int,
-    cuts_a: Cuts,
-    cuts_b: Cuts,
-    mesh_shape: Sequence[int],
-    coordinates_a: np.ndarray,
-    coordinates_b: np.ndarray,
-    others: np.ndarray | None = None,
+def overlaps_of_spans(
+    spans_a: Spans, shard_a: np.ndarray, spans_b: Spans, shard_b: np.ndarray, others: np.ndarray | None = None
 ) -> np.ndarray:
-    """[a, b] the number of indices of a tensor dim of `extent` that two ranks have in common.
+    """[a, b] the number of indices of a tensor dim that two ranks have in common.
 
     The elements that two shards have in common are the product over tensor dims.
 
     Args:
-        cuts_a, cuts_b: the cuts of the tensor dim in the two layouts.
-        coordinates_a, coordinates_b: [mesh dims, a] and [mesh dims, b].
+        spans_a, spans_b: the spans of distinct shards, in ascending order of their starts.
+        shard_a, shard_b: [a] and [b] the index of the shard of each rank.
         others: [a, n] for each of `a` the indices of some of `b`; the result is [a, n].
     """
-    if is_strided(cuts_a) or is_strided(cuts_b):
-        a = distinct_spans(extent, cuts_a, mesh_shape, coordinates_a)
-        b = distinct_spans(extent, cuts_b, mesh_shape, coordinates_b)
-        return overlaps_of_spans(*a, *b, others)
-    start_a, stop_a = spans_along(extent, mesh_dims_of(cuts_a), mesh_shape, coordinates_a)
-    start_b, stop_b = spans_along(extent, mesh_dims_of(cuts_b), mesh_shape, coordinates_b)
-    if others is not None:
-        start_b, stop_b = start_b[others], stop_b[others]
-    common = np.minimum(stop_a[:, None], stop_b) - np.maximum(start_a[:, None], start_b)
-    return np.maximum(common, 0)
-
-
-def overlaps_of_spans(
-    spans_a: Spans, shard_a: np.ndarray, spans_b: Spans, shard_b: np.ndarray, others: np.ndarray | None = None
-) -> np.ndarray:
-    """`overlaps`, given the spans of distinct shards and the shard of each rank."""
     common = np.zeros((int(shard_a.max(initial=-1)) + 1, int(shard_b.max(initial=-1)) + 1), dtype=np.int64)
-    i, j, start, stop = spans_in_common(spans_a, spans_b)
+    i, j, start, stop = intersections(spans_a.start, spans_a.stop, spans_b.start, spans_b.stop)
     np.add.at(common, (spans_a.shard[i], spans_b.shard[j]), stop - start)
     return common[shard_a[:, None], shard_b if others is None else shard_b[others]]
 

@@ -39,6 +39,11 @@ class Spans(NamedTuple):
         kept = np.append(shards, -1)[at] == self.shard
         return Spans(at[kept], self.start[kept], self.stop[kept])
 
+    def by_start(self) -> Spans:
+        """The same spans in ascending order of their starts."""
+        order = np.argsort(self.start)
+        return Spans(*(x[order] for x in self))
+
     @property
     def lengths(self) -> np.ndarray:
         return self.stop - self.start
@@ -74,18 +79,49 @@ def spans_of_shards(extent: int, cuts: Sequence[tuple[int, int]], index: np.ndar
         index: [shards, cuts] the part that each shard has of each cut.
     """
     shards = len(index)
-    pieces = min(extent, sum(split for _, split in cuts) + 1)
-    at_once = max(1, min(_MOST_INDICES // max(extent, 1), _MOST_PIECES // max(pieces, 1)))
+    at_once = _at_once(extent, sum(split for _, split in cuts))
     if shards > at_once:
         batches = range(0, shards, at_once)
-        found = [spans_of_shards(extent, cuts, index[first : first + at_once]) for first in batches]
-        moved = [(spans.shard + first, spans.start, spans.stop) for first, spans in zip(batches, found, strict=True)]
-        return Spans(*map(np.concatenate, zip(*moved, strict=True)))
+        return _joined([spans_of_shards(extent, cuts, index[first : first + at_once]) for first in batches], at_once)
     shard = np.arange(shards if extent else 0)
     spans = Spans(shard, np.zeros_like(shard), np.full_like(shard, extent))
     for (number, split), part in zip(cuts, index.T, strict=True):
         spans = _cut_again(spans, number, split, part)
     return spans
+
+
+def cut_shards(extent: int, spans: Spans, cut: tuple[int, int], shard: np.ndarray, part: np.ndarray) -> Spans:
+    """The spans of parts of shards.
+
+    Args:
+        extent: the extent of the tensor dim.
+        spans: the spans of the shards.
+        cut: (number of parts, split factor) of the cut.
+        shard, part: [n] the shard that each one is a part of, and which part.
+    """
+    number, split = cut
+    ends = np.searchsorted(spans.shard, np.arange(int(shard.max(initial=-1)) + 2))
+    first, last = ends[shard], ends[shard + 1] - 1
+    at_once = _at_once(extent, split + int((last - first).max(initial=0)))
+    found = []
+    for begin in range(0, max(len(shard), 1), at_once):
+        batch = slice(begin, begin + at_once)
+        child, at = _ranges(first[batch], last[batch])
+        found.append(_cut_again(Spans(child, spans.start[at], spans.stop[at]), number, split, part[batch]))
+    return _joined(found, at_once)
+
+
+def _at_once(extent: int, splits: int) -> int:
+    """How many shards of a tensor dim of `extent` are cut together, given the sum of the split factors."""
+    return max(1, min(_MOST_INDICES // max(extent, 1), _MOST_PIECES // max(min(extent, splits + 1), 1)))
+
+
+def _joined(batches: Sequence[Spans], shards: int) -> Spans:
+    """The spans of batches of `shards` shards each."""
+    if len(batches) == 1:
+        return batches[0]
+    moved = [(spans.shard + i * shards, spans.start, spans.stop) for i, spans in enumerate(batches)]
+    return Spans(*map(np.concatenate, zip(*moved, strict=True)))
 
 
 def _cut_again(spans: Spans, number: int, split: int, part: np.ndarray) -> Spans:
@@ -140,10 +176,7 @@ def shards_meeting(extent: int, cuts: Sequence[tuple[int, int]], wanted: np.ndar
         at, part = _ranges((np.maximum(low, begin) - begin) // size, (np.minimum(high, end) - 1 - begin) // size)
         shard, part = np.divmod(np.unique(shard[at] * number + part), number)
         cells = np.concatenate([cells[shard], part[:, None]], axis=1)
-        # The spans of each shard, once for each part of it.
-        ends = np.searchsorted(spans.shard, np.arange(len(total) + 1))
-        child, at = _ranges(ends[shard], ends[shard + 1] - 1)
-        spans = _cut_again(Spans(child, spans.start[at], spans.stop[at]), number, split, part)
+        spans = cut_shards(extent, spans, (number, split), shard, part)
     return cells
 
 

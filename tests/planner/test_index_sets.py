@@ -25,6 +25,7 @@ from shardweave.planner.layouts.nodes import RankNodes
 from shardweave.planner.layouts.spans import (
     Spans,
     common_runs,
+    cut_shards,
     held_spans,
     runs_in_common,
     shards_meeting,
@@ -169,6 +170,20 @@ def test_spans_of_shards_match_torch_chunk(extent: int, cuts: list[tuple[int, in
     kept = list(range(0, len(held), 2))
     some = found.select(np.array(kept, dtype=np.int64))
     assert some.sizes(len(kept)).tolist() == [len(held[k]) for k in kept]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(0, 60) | st.integers((1 << 58) - 60, 1 << 58), CUTS, st.integers(1, 1 << 20))
+def test_cut_shards_cut_by_cut(extent: int, cuts: list[tuple[int, int]], most: int) -> None:
+    found, shards = all_spans(extent, []), 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "_MOST_PIECES", most)
+        for number, split in cuts:
+            shard, part = np.divmod(np.arange(shards * number), number)
+            found, shards = cut_shards(extent, found, (number, split), shard, part), shards * number
+    expected = all_spans(extent, cuts)
+    for of_found, of_expected in zip(found, expected, strict=True):
+        assert of_found.tolist() == of_expected.tolist()
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
