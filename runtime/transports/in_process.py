@@ -205,8 +205,8 @@ def _answered(rank: int, request: CommRequest, posted: dict[tuple[int, int], deq
         return None
     for peer, buffer in _receives(request):
         sent = received[peer][1].pop(0) if isinstance(received[peer][1], list) and received[peer][1] else None
-        if sent is not None and isinstance(request, AllToAll):
-            buffer = buffer[: sent.numel()]  # the receive size is an upper bound
+        if sent is not None and (isinstance(request, AllToAll) or getattr(request, "receives_are_bounds", False)):
+            buffer = buffer[: sent.numel()]
         if sent is None or sent.shape != buffer.shape:
             raise DisagreementError(
                 f"rank {rank} expects {buffer.numel()} bytes of rank {peer}, which sends something else"

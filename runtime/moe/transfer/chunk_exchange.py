@@ -30,25 +30,24 @@ class Rows(NamedTuple):
 
 
 class _MessageMemory:
-    """Room for the largest messages of one all-to-all, on the CPU: those to the other ranks, followed by that to this
-    rank itself, and those from the others. Kept, because fresh pages cost more than small messages."""
+    """Memory on the CPU for the messages of one exchange: those to the other ranks, followed by that to this rank
+    itself, and those from the others. Kept, because fresh pages cost more than copying into them; only what messages
+    have filled has pages."""
 
-    def __init__(self, ranks: int, room: int) -> None:
+    def __init__(self) -> None:
+        self.sends = self.receives = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def grow(self, sends: int, receives: int) -> None:
+        """Have so many bytes at least. What was there is lost."""
         with torch.inference_mode(False):
-            self.sends = torch.empty(ranks * room, dtype=torch.uint8, device="cpu")
-            self.receives = torch.empty((ranks - 1) * room, dtype=torch.uint8, device="cpu")
-        self.sent, self.received = self.sends.numpy(), self.receives.numpy()
-
-    @classmethod
-    def of(cls, transport: TwoSidedTransport, ranks: tuple[int, ...], me: int, room: int) -> _MessageMemory:
-        """Return that of rank `ranks[me]`, which all its exchanges among these ranks use, one after another."""
-        of_transport = _of_transports.setdefault(transport, {})
-        if (ranks, me) not in of_transport:
-            of_transport[ranks, me] = cls(len(ranks), room)
-        return of_transport[ranks, me]
+            if len(self.sends) < sends:
+                self.sends = torch.empty(sends, dtype=torch.uint8, device="cpu")
+            if len(self.receives) < receives:
+                self.receives = torch.empty(receives, dtype=torch.uint8, device="cpu")
 
 
-_of_transports: weakref.WeakKeyDictionary[TwoSidedTransport, dict[tuple[tuple[int, ...], int], _MessageMemory]] = (
+# By transport, ranks and the index of this one: all its exchanges among these ranks use the same, one after another.
+_memories: weakref.WeakKeyDictionary[TwoSidedTransport, dict[tuple[tuple[int, ...], int], _MessageMemory]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -57,11 +56,11 @@ class ChunkExchange:
     """The exchanges of rank `ranks[me]` on a two-sided transport.
 
     On gloo a message costs more than copying small chunks: they travel in one all-to-all of the process group, with
-    room for the largest message of any request, as the executor's do (`step_sendrecv`). Larger ones are not copied.
+    room for the largest message of any request, as the executor's do (`step_sendrecv`). Larger ones are messages.
     """
 
     def __init__(self, transport: TwoSidedTransport, ranks: tuple[int, ...], me: int) -> None:
-        self._transport, self._ranks, self._me = transport, ranks, me
+        self._ranks, self._me = ranks, me
         self._others = [r for r in range(len(ranks)) if r != me]
         self._group = transport.group_order(ranks)
         self._limit = 0  # bytes of a chunk in an all-to-all; 0: no process group has exactly these ranks
@@ -70,9 +69,7 @@ class ChunkExchange:
         self._order = [ranks.index(rank) for rank in self._group or ()]
         self._in_group_order = [r for r in self._order if r != me]
         self._room = HEADER + self._limit
-        self._begins = {r: i * self._room + HEADER for i, r in enumerate(self._in_group_order)}
-        """Where the message from each other rank begins in what an all-to-all receives."""
-        self._memory: _MessageMemory | None = None
+        self._memory = _memories.setdefault(transport, {}).setdefault((ranks, me), _MessageMemory())
 
     def run(
         self,
@@ -133,36 +130,48 @@ class ChunkExchange:
         memory = torch.cat([piece for r in self._in_group_order for piece in (header, *sends[r])])
         received = torch.empty(len(self._others) * self._room, dtype=torch.uint8, device=device)
         yield self._request(fingerprint, memory, sizes, received)
-        return {r: received[begin : begin + self._limit] for r, begin in self._begins.items()}
+        arrived = zip(self._in_group_order, received.split(self._room), strict=True)
+        return {r: message[HEADER:] for r, message in arrived}
 
     def new_messages(self, nbytes: Sequence[int]) -> list[Bytes]:
         """Return memory for messages that `exchange_messages` sends, by rank, on the CPU. It may be written until then.
 
         Args:
-            nbytes: of the message to each rank, at most the largest that goes at once.
+            nbytes: of the message to each rank.
         """
-        sent, end = self._message_memory().sent, 0
-        messages = {}
-        for r in (*self._in_group_order, self._me):
-            begin = end + HEADER
-            end = begin + -(-nbytes[r] // HEADER) * HEADER
-            messages[r] = sent[begin:end]
+        order = (*(self._in_group_order or self._others), self._me)
+        rooms = [HEADER + _whole_headers(nbytes[r]) for r in order]
+        self._memory.grow(sum(rooms), 0)
+        parts = self._memory.sends[: sum(rooms)].split(rooms)
+        messages = {r: part.numpy()[HEADER:] for r, part in zip(order, parts, strict=True)}
         return [messages[r] for r in range(len(nbytes))]
 
-    def exchange_messages(self, fingerprint: int, messages: Sequence[Bytes]) -> Steps[list[Bytes]]:
-        """Send `new_messages` to the other ranks in one all-to-all. Return for each rank memory that begins with the
-        message from it, to be read before the next exchange: sizes need not be known."""
-        memory, sizes = self._message_memory(), {r: HEADER + len(messages[r]) for r in self._others}
-        yield self._request(fingerprint, memory.sends[: sum(sizes.values())], sizes, memory.receives)
-        arrived = list(messages)
-        for r, begin in self._begins.items():
-            arrived[r] = memory.received[begin : begin + self._limit]
-        return arrived
+    def exchange_messages(
+        self, fingerprint: int, messages: Sequence[Bytes], most: int, collectives: bool
+    ) -> Steps[list[Bytes]]:
+        """Send `new_messages` to the other ranks. Return for each rank memory that begins with the message from it, to
+        be read before the next exchange: sizes need not be known.
 
-    def _message_memory(self) -> _MessageMemory:
-        if self._memory is None:
-            self._memory = _MessageMemory.of(self._transport, self._ranks, self._me, self._room)
-        return self._memory
+        Args:
+            most: the bytes of the largest message, or a bound that is equal on all ranks.
+            collectives: whether an all-to-all may be used.
+        """
+        if not most:  # rows of no bytes
+            return list(messages)
+        at_once = collectives and self.takes_at_once(most)
+        order = self._in_group_order if at_once else self._others
+        room, head = (self._room, HEADER) if at_once else (_whole_headers(most), 0)
+        self._memory.grow(0, len(order) * room)
+        received = self._memory.receives[: len(order) * room]
+        rooms = dict(zip(order, received.split(room), strict=True))
+        if at_once:
+            sizes = {r: HEADER + len(messages[r]) for r in order}
+            yield self._request(fingerprint, self._memory.sends[: sum(sizes.values())], sizes, received)
+        else:
+            sends = tuple((self._ranks[r], torch.from_numpy(messages[r])) for r in order)
+            receives = tuple((self._ranks[r], rooms[r]) for r in order)
+            yield Transfer(sends, receives, fingerprint, group=self._group, receives_are_bounds=True)
+        return [rooms[r].numpy()[head:] if r in rooms else message for r, message in enumerate(messages)]
 
     def _request(
         self, fingerprint: int, sends: torch.Tensor, sizes: Mapping[int, int], receives: torch.Tensor
@@ -176,6 +185,11 @@ class ChunkExchange:
             [self._room * (r != self._me) for r in self._order],
             fingerprint,
         )
+
+
+def _whole_headers(nbytes: int) -> int:
+    """Round up to a multiple of the bytes of a header, so that what follows is aligned."""
+    return -(-nbytes // HEADER) * HEADER
 
 
 def _split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:

@@ -1,9 +1,8 @@
 """OneExchangeTransfer: a rank on gloo whose dispatch is one exchange, of messages with counts, weights and rows.
 
-A rank knows its own counts before those of its peers. If no pair can be dropped, these determine what it sends. An
-all-to-all of small messages has room for any of them: an exchange of counts ahead of the rows would only cost its wait.
-Rows of combine and of backward are packed straight into such messages, too. Larger ones travel as those of
-SendRecvTransfer do, in dispatch after the counts; results are the same.
+A rank knows its own counts before those of its peers. If no pair can be dropped, these determine what it sends, and an
+exchange of counts ahead of the rows would only cost its wait. A message may have fewer bytes than its receiver has room
+for. Rows of combine and of backward are packed straight into such messages, too. Results are those of SendRecvTransfer.
 
 Indices and messages are numpy arrays: calls on a few rows cost less in numpy than in torch.
 """
@@ -19,12 +18,14 @@ import numpy.typing as npt
 import torch
 
 from ....kernels import Groups, TokenRows, host_array, host_tensor, locate_sorted_pairs
-from ...transports.backend_limits import BACKENDS
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord, Tokens, chunk_sizes
 from .base import DISPATCH, Delivery, Steps, copied
 from .chunk_exchange import Bytes, row_nbytes
 from .sendrecv import SendRecvTransfer
+
+_MOST_ROOM = 1 << 28
+"""Bytes of room for messages of all ranks; only those that messages have filled take memory."""
 
 Array = npt.NDArray[Any]
 Int32s = npt.NDArray[np.int32]
@@ -49,14 +50,14 @@ class OneExchangeTransfer(SendRecvTransfer):
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
     ) -> Steps[tuple[torch.Tensor, DispatchRecord]]:
         config = self.config
-        if record is not None or not self._go_at_once(_largest_message(config)):
+        if record is not None or config.active_ranks is not None:
             return (yield from super().dispatch(tokens, outs, record))
         of_pairs, of_experts = locate_sorted_pairs(
             tokens.ids, config.num_experts, self._physical_expert_of, self.physical_experts
         )
         counts, sends = of_experts.numpy(), of_pairs.sorted_pairs(config.ranks).sizes
         sent = self._packed_messages(sends, _sources(of_pairs, config.ranks, tokens.x, tokens.weights), counts)
-        arrived = yield from self._chunks.exchange_messages(self.fingerprint + DISPATCH, sent)
+        arrived = yield from self._exchange_messages(DISPATCH, sent, _largest_message(config))
         matrix = np.stack([message[: counts.nbytes].view(np.int32) for message in arrived])
         groups, receives, padded, places = self._arrivals_of_all(matrix)
         own = rows, row_weights = self._rows_to_receive(), self._new_numbers()
@@ -72,12 +73,13 @@ class OneExchangeTransfer(SendRecvTransfer):
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         operation, record, x, into, weights, take = delivery
         assert record.chunks is not None
-        sends, receives, padded, most = chunk_sizes(record.chunks)
-        if not self._go_at_once(most * (row_nbytes(x) + 4 * (weights is not None))):
+        if self.config.active_ranks is not None:
             yield from super()._deliver(delivery)
             return
+        sends, receives, padded, most = chunk_sizes(record.chunks)
         sent = self._packed_messages(sends, _sources(record.rows, self.config.ranks, x, weights))
-        arrived = yield from self._chunks.exchange_messages(self.fingerprint + operation, sent)
+        nbytes = row_nbytes(x) + 4 * (weights is not None)
+        arrived = yield from self._exchange_messages(operation, sent, most * nbytes)
         targets = [_Rows(host_array(buffer), record.chunks.places.numpy()) for buffer in into[::-1]]
         _unpack(arrived, receives, targets)
         _zero_padding(targets, receives, padded)
@@ -88,19 +90,19 @@ class OneExchangeTransfer(SendRecvTransfer):
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor]
     ) -> Steps[list[torch.Tensor]]:
         assert record.chunks is not None
-        sends, receives, _, most = chunk_sizes(record.chunks)
-        if not self._go_at_once(most * sum(map(row_nbytes, given))):
+        if self.config.active_ranks is not None:
             return (yield from super()._returned(operation, record, given))
+        sends, receives, _, most = chunk_sizes(record.chunks)
         sources = [_Rows(host_array(x), record.chunks.places.numpy()) for x in given[::-1]]
         sent = self._packed_messages(receives, sources)
-        arrived = yield from self._chunks.exchange_messages(self.fingerprint + operation, sent)
+        arrived = yield from self._exchange_messages(operation, sent, most * sum(map(row_nbytes, given)))
         returned = [self._empty((sum(sends), *x.shape[1:]), x.dtype) for x in given]
         _unpack(arrived, sends, [_Rows(host_array(x), None) for x in returned[::-1]])
         return returned
 
-    def _go_at_once(self, nbytes: int) -> bool:
-        """Whether messages of at most `nbytes` travel in one all-to-all now."""
-        return self.collectives and self.config.active_ranks is None and self._chunks.takes_at_once(nbytes)
+    def _exchange_messages(self, operation: int, messages: Sequence[Bytes], most: int) -> Steps[list[Bytes]]:
+        fingerprint = self.fingerprint + operation
+        return (yield from self._chunks.exchange_messages(fingerprint, messages, most, self.collectives))
 
     def _packed_messages(
         self, sends: Sequence[int], sources: Sequence[_Rows], counts: Int32s | None = None
@@ -184,11 +186,11 @@ def _row_nbytes(rows: Array) -> int:
 
 
 def goes_at_once(config: DispatchConfig) -> bool:
-    """Whether a rank may send rows before it knows its peers' counts, in one all-to-all of gloo."""
+    """Whether a rank may send rows before it knows its peers' counts, and has room for as many as they may send."""
     ranks = config.node_ranks
     if ranks is not None and ranks.order != sorted(ranks.order):
         return False  # rows are sorted by expert, and destinations by node
-    return config.has_room_for_all and _largest_message(config) <= BACKENDS["gloo"].all_to_all
+    return config.has_room_for_all and config.ranks * _largest_message(config) <= _MOST_ROOM
 
 
 def _largest_message(config: DispatchConfig) -> int:

@@ -25,7 +25,7 @@ _PAGE = mmap.PAGESIZE
 _CHECKED_EVERY = 16 << 20
 """Bytes of new pages after which the machine's available memory is checked."""
 
-DEFAULT_LIMIT = 96 << 20
+DEFAULT_LIMIT = 256 << 20
 _QUEUE = 8
 """The number of returned pieces that may stay in the queue, from which the next call takes them at less cost."""
 _LARGEST_QUEUED = 1 << 20

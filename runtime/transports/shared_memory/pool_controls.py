@@ -57,7 +57,7 @@ def set_pool_limit(nbytes: int | None) -> None:
 
     Args:
         nbytes: the limit in bytes. With 0, each call waits for the system to clear its memory, which takes about as
-            long as the copy itself. None: the value of `SHARDWEAVE_POOL_LIMIT`, or by default 96 MiB or the bytes in
+            long as the copy itself. None: the value of `SHARDWEAVE_POOL_LIMIT`, or by default 256 MiB or the bytes in
             use by tensors, whichever is larger.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from shardweave.errors import DisagreementError
+from shardweave.runtime.moe.transfer.base import Steps
 from shardweave.runtime.moe.transfer.chunk_exchange import ChunkExchange, Rows
 from shardweave.runtime.transports.backend_limits import BACKENDS
 from shardweave.runtime.transports.comm_requests import AllToAll, CommRequest
@@ -27,10 +27,16 @@ class Ordered(InProcessTransport):
         return tuple(sorted(ranks)) if self.backend else None
 
 
-def seen(run: Iterator[CommRequest], requests: list[CommRequest]) -> Iterator[CommRequest]:
-    for request in run:
+def seen(run: Steps[Any], requests: list[CommRequest]) -> Steps[Any]:
+    """The same run, whose requests are listed."""
+    answer = None
+    while True:
+        try:
+            request = run.send(answer)
+        except StopIteration as end:
+            return end.value
         requests.append(request)
-        yield request
+        answer = yield request
 
 
 def exchanged(backend: str | None, sizes: list[list[int]], parts: list[torch.Tensor]) -> list[CommRequest]:
@@ -97,8 +103,10 @@ def test_no_rank_takes_rows_of_another_request() -> None:
         run_all(runs)
 
 
-def test_messages_of_unknown_sizes_arrive_and_memory_is_used_again() -> None:
-    """In one all-to-all, whose group may have another order than the ranks; the message to itself stays."""
+@pytest.mark.parametrize(("most", "collectives"), [(40, True), (40, False), (LIMIT + 1, True)])
+def test_messages_of_unknown_sizes_arrive_and_memory_is_used_again(most: int, collectives: bool) -> None:
+    """In one all-to-all, whose group may have another order than the ranks, or each on its own; the message to itself
+    stays."""
     ranks, transport = (12, 10, 11), Ordered(False, "gloo")
     exchanges = [ChunkExchange(transport, ranks, me) for me in range(3)]
     for number in range(2):
@@ -107,11 +115,13 @@ def test_messages_of_unknown_sizes_arrive_and_memory_is_used_again() -> None:
             messages = exchanges[me].new_messages(sizes[me])
             for other, message in enumerate(messages):
                 message[:] = 10 * me + other
-            runs[rank] = exchanges[me].exchange_messages(7, messages)
+            requests: list[CommRequest] = []
+            runs[rank] = seen(exchanges[me].exchange_messages(7, messages, most, collectives), requests)
         for rank, arrived in run_all(runs).items():
             me = ranks.index(rank)
             for other, message in enumerate(arrived):
                 assert (message[: sizes[other][me]] == 10 * other + me).all() and len(message) >= sizes[other][me]
+        assert isinstance(requests[0], AllToAll) == (collectives and most <= LIMIT)
     another = ChunkExchange(transport, ranks, 0).new_messages([9, 9, 9])
     assert np.shares_memory(another[0], exchanges[0].new_messages([9, 9, 9])[0])
     assert not np.shares_memory(another[0], exchanges[1].new_messages([9, 9, 9])[0])

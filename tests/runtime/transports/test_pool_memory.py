@@ -54,6 +54,7 @@ def is_right(y: torch.Tensor, rows: int, value: float) -> bool:
 
 def gather_and_drop(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
+    shardweave.set_pool_limit(96 * MIB)
     x = rows_of(mesh, 8192 * 4, 1.0)  # 128 MiB
     y = shardweave.redistribute(x, [Replicate()]).to_local()
     assert is_right(y, 8192 * 4, 1.0) and 128 * MIB <= pool_pages() <= 129 * MIB

@@ -142,7 +142,8 @@ def test_repeated_sizes_within_limit_keep_pages() -> None:
     assert pages(pool) == 4 * MIB
 
 
-def test_default_limit_keeps_as_much_as_allocated() -> None:
+def test_default_limit_keeps_as_much_as_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocators, "DEFAULT_LIMIT", 96 * MIB)
     pool = made()
     a, b, c = (pool.empty((100 * MIB,), torch.uint8) for _ in range(3))
     for tensor in (a, b, c):
