@@ -65,7 +65,7 @@ class OneExchangeTransfer(SendRecvTransfer):
         targets = [_Rows(host_array(x), places) for x in (row_weights, rows)]
         _unpack(arrived, receives, targets, counts.nbytes)
         _zero_padding(targets, receives, padded)
-        sizes = self._read(torch.tensor([*sends, *receives, padded, config.most_pairs]))
+        sizes = self._read(torch.tensor([*sends, *receives, padded, config.most_pairs], device="cpu"))
         chunks = Chunks(sizes, torch.from_numpy(places))
         record = DispatchRecord((outs or own)[1], groups, of_pairs, torch.from_numpy(matrix), chunks)
         return copied(own, outs, groups)[0], record
