@@ -205,7 +205,8 @@ def _answered(rank: int, request: CommRequest, posted: dict[tuple[int, int], deq
         return None
     for peer, buffer in _receives(request):
         sent = received[peer][1].pop(0) if isinstance(received[peer][1], list) and received[peer][1] else None
-        if sent is not None and (isinstance(request, AllToAll) or getattr(request, "receives_are_bounds", False)):
+        is_bound = request.receives_are_bounds if isinstance(request, Transfer) else isinstance(request, AllToAll)
+        if sent is not None and is_bound:
             buffer = buffer[: sent.numel()]
         if sent is None or sent.shape != buffer.shape:
             raise DisagreementError(
