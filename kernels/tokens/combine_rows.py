@@ -296,8 +296,8 @@ def combine_rows_cpu(
     k, hidden, dtype = rows.key.shape[1], out.shape[1], out.dtype
     numbers = None if weights is None else host_array(weights).reshape(-1)
     node_of = None if nodes is None else nodes.tolist()
-    pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(hidden, 1))
-    # One scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
+    pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(k * hidden, 1))
+    # One small scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
     scratch = torch.empty((min(most, len(out)) * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
     read, sources = HostRows(scratch), host_rows(buffers.tensors)
     for i, sums in enumerate(pairs.sums(most)):

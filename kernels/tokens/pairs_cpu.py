@@ -6,6 +6,7 @@ Indices are numpy arrays: calls on few pairs cost less in numpy than in torch.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -107,35 +108,39 @@ class Pairs:
     def sums(self, most: int) -> list[PairSums]:
         """The pairs of each `most` consecutive tokens."""
         if most not in self._sums:
-            token, kth, row, destination = self._by_token
-            first = _changes(token * self._destinations + destination)  # a token's pairs at a destination adjoin
-            key = np.where(first, destination, destination + self._destinations)
-            pair, starts = token * self._k + kth, range(0, self._tokens, most)
-            bounds = [*np.searchsorted(token, np.array(starts, np.int64)).tolist(), len(token)]
-            chunks = [slice(*chunk) for chunk in itertools.pairwise(bounds)]
-            self._sums[most] = [
-                self._sums_of(start, first[these], key[these], token[these], pair[these], row[these])
-                for start, these in zip(starts, chunks, strict=True)
-            ]
+            self._sums[most] = self._new_sums(most)
         return self._sums[most]
 
-    def _sums_of(
-        self, start: int, first: npt.NDArray[np.bool_], key: Ints, token: Ints, pair: Ints, row: Ints
-    ) -> PairSums:
-        """The sums of the tokens from `start` on, whose pairs are given in order of token, destination and k; `key`: by
-        which they are to be sorted."""
-        order, number = _stable_order(key), np.count_nonzero(first)
-        of_run = (first.cumsum() - 1)[order]  # pairs of a token at a destination are a run
-        lead = np.empty(number, np.int64)
-        lead[of_run[:number]] = np.arange(number)
-        begin, parts, firsts = 0, [], 0
-        for which, size in enumerate(np.bincount(key).tolist()):
-            if size:
-                parts.append(PairPart(which % self._destinations, begin, begin + size))
-                firsts += which < self._destinations
-                begin += size
-        tokens, leads = torch.from_numpy(token[order[:number]] - start), torch.from_numpy(lead[of_run[number:]])
-        return PairSums(pair[order], row[order], tokens, leads, parts, firsts)
+    def _new_sums(self, most: int) -> list[PairSums]:
+        token, kth, row, destination = self._by_token
+        # All chunks are sorted at once: by chunk, first pairs and others, destination.
+        first = _changes(token * self._destinations + destination)  # a token's pairs at a destination adjoin
+        chunk, kinds = token // most, 2 * self._destinations
+        key = chunk * kinds + np.where(first, destination, destination + self._destinations)
+        order, chunks = _stable_order(key), -(-self._tokens // most)
+        sizes = np.bincount(key, minlength=chunks * kinds).reshape(chunks, kinds)
+        ends = sizes.sum(1).cumsum()
+        begins, firsts = ends - sizes.sum(1), sizes[:, : self._destinations].sum(1)
+        chunk, of_run = chunk[order], (first.cumsum() - 1)[order]  # pairs of a token at a destination are a run
+        lead, is_first = np.empty(np.count_nonzero(first), np.int64), first[order]
+        lead[of_run[is_first]] = np.flatnonzero(is_first) - begins[chunk[is_first]]
+        pair, row = (token * self._k + kth)[order], row[order]
+        of_chunk, lead_of = torch.from_numpy(token[order] - chunk * most), torch.from_numpy(lead[of_run])
+        return [
+            PairSums(
+                pair[begin:end], row[begin:end], of_chunk[begin : begin + m], lead_of[begin + m : end],
+                *self._parts_of(of_parts),
+            )
+            for begin, end, m, of_parts in zip(
+                begins.tolist(), ends.tolist(), firsts.tolist(), sizes.tolist(), strict=True
+            )
+        ]  # fmt: skip
+
+    def _parts_of(self, sizes: Sequence[int]) -> tuple[list[PairPart], int]:
+        """The parts of first pairs and of others with these sizes, of those that have any; the number of the former."""
+        ends = [0, *itertools.accumulate(sizes)]
+        parts = [PairPart(i % self._destinations, ends[i], ends[i + 1]) for i, size in enumerate(sizes) if size]
+        return parts, sum(size > 0 for size in sizes[: self._destinations])
 
 
 def _stable_order(keys: npt.NDArray[np.integer]) -> Ints:
