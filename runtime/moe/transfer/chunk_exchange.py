@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,21 +30,29 @@ class Rows(NamedTuple):
     receive_sizes: list[int]
 
 
-class _MessageMemory:
-    """Memory on the CPU for the messages of one exchange: those to the other ranks, followed by that to this rank
-    itself, and those from the others. Kept, because fresh pages cost more than copying into them; only what messages
-    have filled has pages."""
+class _Memory:
+    """Bytes on the CPU as a tensor and as an array, of which slices cost less."""
 
     def __init__(self) -> None:
-        self.sends = self.receives = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.array: Bytes = self.tensor.numpy()
 
-    def grow(self, sends: int, receives: int) -> None:
+    def grow(self, nbytes: int) -> None:
         """Have so many bytes at least. What was there is lost."""
-        with torch.inference_mode(False):
-            if len(self.sends) < sends:
-                self.sends = torch.empty(sends, dtype=torch.uint8, device="cpu")
-            if len(self.receives) < receives:
-                self.receives = torch.empty(receives, dtype=torch.uint8, device="cpu")
+        if len(self.array) < nbytes:
+            with torch.inference_mode(False):
+                self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self.array = self.tensor.numpy()
+
+
+class _MessageMemory(NamedTuple):
+    """Memory for the messages of one exchange. Kept, because fresh pages cost more than copying into them; only what
+    messages have filled has pages."""
+
+    sends: _Memory
+    """Of those to the other ranks, followed by that to this rank itself."""
+    receives: _Memory
+    """Of those from the others."""
 
 
 # By transport, ranks and the index of this one: all its exchanges among these ranks use the same, one after another.
@@ -69,7 +78,7 @@ class ChunkExchange:
         self._order = [ranks.index(rank) for rank in self._group or ()]
         self._in_group_order = [r for r in self._order if r != me]
         self._room = HEADER + self._limit
-        self._memory = _memories.setdefault(transport, {}).setdefault((ranks, me), _MessageMemory())
+        self._memory = _memories.setdefault(transport, {}).setdefault((ranks, me), _MessageMemory(_Memory(), _Memory()))
 
     def run(
         self,
@@ -140,10 +149,10 @@ class ChunkExchange:
             nbytes: of the message to each rank.
         """
         order = (*(self._in_group_order or self._others), self._me)
-        rooms = [HEADER + _whole_headers(nbytes[r]) for r in order]
-        self._memory.grow(sum(rooms), 0)
-        parts = self._memory.sends[: sum(rooms)].split(rooms)
-        messages = {r: part.numpy()[HEADER:] for r, part in zip(order, parts, strict=True)}
+        ends = list(itertools.accumulate(HEADER + _whole_headers(nbytes[r]) for r in order))
+        self._memory.sends.grow(ends[-1])
+        memory = self._memory.sends.array
+        messages = {r: memory[begin + HEADER : end] for r, begin, end in zip(order, (0, *ends), ends, strict=False)}
         return [messages[r] for r in range(len(nbytes))]
 
     def exchange_messages(
@@ -161,17 +170,19 @@ class ChunkExchange:
         at_once = collectives and self.takes_at_once(most)
         order = self._in_group_order if at_once else self._others
         room, head = (self._room, HEADER) if at_once else (_whole_headers(most), 0)
-        self._memory.grow(0, len(order) * room)
-        received = self._memory.receives[: len(order) * room]
-        rooms = dict(zip(order, received.split(room), strict=True))
+        begins = {r: i * room for i, r in enumerate(order)}
+        sent, received = self._memory
+        received.grow(len(order) * room)
         if at_once:
             sizes = {r: HEADER + len(messages[r]) for r in order}
-            yield self._request(fingerprint, self._memory.sends[: sum(sizes.values())], sizes, received)
+            whole = received.tensor[: len(order) * room]
+            yield self._request(fingerprint, sent.tensor[: sum(sizes.values())], sizes, whole)
         else:
             sends = tuple((self._ranks[r], torch.from_numpy(messages[r])) for r in order)
-            receives = tuple((self._ranks[r], rooms[r]) for r in order)
+            receives = tuple((self._ranks[r], received.tensor[begin : begin + room]) for r, begin in begins.items())
             yield Transfer(sends, receives, fingerprint, group=self._group, receives_are_bounds=True)
-        return [rooms[r].numpy()[head:] if r in rooms else message for r, message in enumerate(messages)]
+        arrived = {r: received.array[begin + head : begin + room] for r, begin in begins.items()}
+        return [arrived.get(r, message) for r, message in enumerate(messages)]
 
     def _request(
         self, fingerprint: int, sends: torch.Tensor, sizes: Mapping[int, int], receives: torch.Tensor
