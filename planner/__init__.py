@@ -27,7 +27,7 @@ from .exchange.senders import communicates
 from .exchange.steps import Exchange, Local, Reduce, Step
 from .exchange.transfer_table import FILL, Row, TransferTable
 from .layouts.dtypes import ITEMSIZE, check_dtype
-from .layouts.index_sets import held_sizes, parts_of, spans_at
+from .layouts.index_sets import held_box, held_sizes, parts_of, spans_at
 from .layouts.layout import Layout, Orders
 from .layouts.mesh import MOST_RANKS, Mesh, position_of, whole_numbers
 from .layouts.node_layout import NodeLayout
@@ -80,6 +80,7 @@ __all__ = [
     "draw",
     "format_bytes",
     "found_topology",
+    "held_box",
     "held_sizes",
     "held_spans",
     "layout_change",

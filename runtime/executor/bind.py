@@ -13,6 +13,7 @@ from ..statistics import Summary
 from ..transports.base import Transport
 from .choose_algorithm import Algorithm, Reduction, choose_algorithm
 from .copies import contiguous_strides
+from .push_ahead import pushed_first
 from .reduce_ahead import can_reduce_ahead, reduce_ahead
 from .run import Run, run_steps
 from .step_collective import CollectiveReduction
@@ -92,7 +93,10 @@ class BoundProgram:
             source_strides = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
             arguments = program, step, position, source_strides, transport, dtype, device
             if types[i] is PutStep:
-                self.steps.append(PutStep(*arguments))
+                first_boxes = None
+                if device.type == "cpu":
+                    first_boxes = pushed_first(program, i, position, transport)
+                self.steps.append(PutStep(*arguments, first_boxes=first_boxes))
                 continue
             if types[i] is not SendRecvStep:
                 self.steps.append(types[i](*arguments, algorithm=algorithms[i]))

@@ -16,7 +16,7 @@ from .copies import Copies, Move, Part, Reduction
 from .run import Run
 from .step import Terms
 from .step_put import PutStep, Unreduced
-from .step_sendrecv import Arriving, SendRecvStep, SharedBuffers
+from .step_sendrecv import Arriving, SendRecvStep, SharedBuffers, start_in_two
 from .step_window import WindowStep
 
 _RECEIVED = 2  # index of the receive buffer of messages, after the input and the buffer that peers of the node write
@@ -100,9 +100,15 @@ class HierarchicalStep(PutStep):
         """As `SendRecvStep.start`; the ranks of the node have exchanged afterwards."""
         unreduced = x if isinstance(x, Unreduced) else None
         x = x.out if isinstance(x, Unreduced) else x
-        opened = yield from self.open(fingerprint)
+        opened = self.buffers(fingerprint)
         received = self.transport.empty((self.remote.received,), self.dtype, self.device)
-        started = yield StartTransfer(self.remote.transfer(x, received, fingerprint, opened.out, unreduced))
+        transfer = self.remote.transfer(x, received, fingerprint, opened.out, unreduced)
+        if unreduced is None or unreduced.later is None:
+            opened = yield from self.meet(opened, fingerprint)
+            started, more = (yield StartTransfer(transfer)), None
+        else:
+            started, more = yield from start_in_two(transfer, self.remote.sends_first, unreduced.later)
+            opened = yield from self.meet(opened, fingerprint)
         if unreduced:
             self.remote.reductions[-1](unreduced.buffers, [x])
         self.push_all(x, opened.addresses)
@@ -111,7 +117,7 @@ class HierarchicalStep(PutStep):
         buffers = [x, opened.receive_buffer, received]
         if self.remote.in_pieces:
             self.remote.finish(buffers, [opened.out])
-        return Arriving(started, buffers, opened.out)
+        return Arriving(started, buffers, opened.out, more)
 
     def arrive(self, arriving: Arriving, then: Callable[[int], None] | None = None) -> Run:
         """As `SendRecvStep.arrive`."""

@@ -14,7 +14,8 @@ from ..transports.base import OneSidedTransport
 from ..transports.comm_requests import Address, Barrier
 from ..transports.shared_memory.allocator import block_size
 from ..transports.shared_memory.receive_buffers import LARGEST_KEPT
-from .copies import Copies, Move, contiguous_strides
+from .copies import Copies, Move, contiguous_strides, is_plain
+from .parts_of_boxes import Box, box_at_target, part_in, without
 from .run import Run
 from .step import BoundStep, Terms
 
@@ -41,10 +42,13 @@ class Unreduced(NamedTuple):
 
     Attributes:
         buffers: what the reduction reads.
+        later: the rest of the run, if peers have pushed a first part only (`push_ahead`): pushes what is left, and
+            waits until peers have; else None.
     """
 
     buffers: list[torch.Tensor]
     out: torch.Tensor
+    later: Run | None
 
 
 class PutStep(BoundStep):
@@ -54,6 +58,10 @@ class PutStep(BoundStep):
     [staging slots, *output shape], with one slot for each contribution of a peer to the same element. The place of a
     box follows from the senders of its row and from its place in the output, so senders need nothing beyond the plan.
     A single contribution, or one that only this rank's own is added to, is written into the output itself.
+
+    Args:
+        first_boxes: what is pushed before a barrier more, as boxes of the output of each member (`push_ahead`); None:
+            everything is pushed at once.
     """
 
     transport: OneSidedTransport
@@ -61,9 +69,9 @@ class PutStep(BoundStep):
     leaves_reduction = False
     """`run` returns `Unreduced` (`reduce_ahead`)."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, first_boxes: Mapping[int, Sequence[Box]] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        step, reduce = self.step, self.step.reduce
+        step, reduce, self.first_boxes = self.step, self.step.reduce, first_boxes
         # With more than two terms the reduction would overwrite one of them before it is read.
         self.receives_in_output = step.staged_terms < 2 and bool(reduce is None or self.peers)
         slots = 1 if self.receives_in_output else min(step.staged_terms, len(self.peers))
@@ -72,12 +80,15 @@ class PutStep(BoundStep):
         nbytes = {p: math.prod(shape) * slots * self.dtype.itemsize for p, shape in shapes.items()}
         self.own_nbytes, largest = nbytes[self.me], max(nbytes.values())
         self.largest, self.block = largest, block_size(self.own_nbytes)
-        written = self._written(shapes)
+        written, later = self._written(shapes)
         self.pushes: list[tuple[int, int, Copies]] = []
         """For each peer that this rank writes to: index in `peers`, bytes of its receive buffer, copies."""
-        for index, peer in enumerate(self.peers):
-            if not written[peer].empty:
-                self.pushes.append((index, nbytes[peer], written[peer]))
+        self.later_pushes: list[tuple[int, int, Copies]] = []
+        """Likewise, of what is not pushed first."""
+        for of_peer, pushes in ((written, self.pushes), (later, self.later_pushes)):
+            for index, peer in enumerate(self.peers):
+                if not of_peer[peer].empty:
+                    pushes.append((index, nbytes[peer], of_peer[peer]))
         # Buffers are kept only if all ranks have the same peers, so that they all keep theirs; not between meshes.
         same_peers = isinstance(step, Exchange) and step.group is not None
         self.receive_buffers = None
@@ -92,12 +103,16 @@ class PutStep(BoundStep):
         else:
             self.own = written[self.me]
 
-    def _written(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Copies]:
-        """The copies that this rank writes into the receive buffer of each member, by position. Those into its own are
-        the boxes that it keeps and fills, or none if the step reduces. `shapes`: of the members' outputs."""
+    def _written(self, shapes: Mapping[int, tuple[int, ...]]) -> tuple[dict[int, Copies], dict[int, Copies]]:
+        """The copies that this rank writes into the receive buffer of each member, by position, and those that it
+        writes later. Those into its own are the boxes that it keeps and fills, or none if the step reduces. `shapes`:
+        of the members' outputs."""
         me, reduce, ndim = self.me, self.step.reduce, len(self.program.shape)
         strides = {p: contiguous_strides(shape)[:ndim] for p, shape in shapes.items()}
         moves: dict[int, list[Move]] = {p: [] for p in shapes}
+        later: dict[int, list[Move]] = {p: [] for p in shapes}
+        # Boxes that cannot be told apart are all pushed first.
+        first = self.first_boxes if is_plain(self.boxes) else None
         for row in self.rows:
             receiver, senders = row.receiver, row.senders
             fills = receiver == me and not reduce and senders[0] == FILL
@@ -105,8 +120,15 @@ class PutStep(BoundStep):
                 continue
             base = self.staging_slots(row)[senders.index(me)] * math.prod(shapes[receiver]) if reduce else 0
             target = 0, self.target(row, strides[receiver], base)
-            moves[receiver].append(Move(target, [] if fills else [(0, self.source(row))]))
-        return {p: self.copies(parts) for p, parts in moves.items()}
+            move = Move(target, [] if fills else [(0, self.source(row))])
+            if first is None:
+                moves[receiver].append(move)
+                continue
+            whole, wanted = box_at_target(row), first[receiver]
+            rest = list(without(whole, wanted))
+            later[receiver] += [part_in(move, row, part) for part in rest]
+            moves[receiver] += [part_in(move, row, part) for part in without(whole, rest)]
+        return {p: self.copies(parts) for p, parts in moves.items()}, {p: self.copies(x) for p, x in later.items()}
 
     def bind_reduction(self) -> None:
         self.reduce = self.reduction(self.staged())
@@ -137,10 +159,17 @@ class PutStep(BoundStep):
         if self.peers:
             opened = yield from self.open(fingerprint)
             self.push_all(x, opened.addresses)
-            own = partial(self.push, x, self.own, opened.address, self.own_nbytes) if self.own else None
-            yield from self.close(opened, fingerprint, own)
+            later = None
+            if self.first_boxes is None:
+                own = partial(self.push, x, self.own, opened.address, self.own_nbytes) if self.own else None
+                yield from self.close(opened, fingerprint, own)
+            else:
+                yield Barrier(self.peer_ranks, fingerprint + 1, None)
+                later = self._push_later(x, opened, fingerprint)
             if self.leaves_reduction:
-                return Unreduced([x, opened.receive_buffer], opened.out)
+                return Unreduced([x, opened.receive_buffer], opened.out, later)
+            if later is not None:
+                yield from later
             return self.finish(x, opened.receive_buffer, opened.out)
         if self.own:
             receive_buffer = self.new_receive_buffer()
@@ -163,15 +192,24 @@ class PutStep(BoundStep):
 
     def open(self, fingerprint: int) -> Run:
         """Wait until the receive buffers of the peers may be written. Returns `Opened`."""
+        return (yield from self.meet(self.buffers(fingerprint), fingerprint))
+
+    def buffers(self, fingerprint: int) -> Opened:
+        """The buffers of one run, before `meet`."""
         receive_buffers = self.receive_buffers
         kept = receive_buffers.take(fingerprint) if receive_buffers else None
-        if kept is None:
-            receive_buffer = self.new_receive_buffer()
-            address = self.transport.address(receive_buffer)
-            addresses = yield Barrier(self.peer_ranks, fingerprint, address)
-        else:
+        if kept is not None:
             receive_buffer, address, addresses = kept[:3]
-        return Opened(receive_buffer, address, addresses, kept is not None, self.output(receive_buffer))
+            return Opened(receive_buffer, address, addresses, True, self.output(receive_buffer))
+        receive_buffer = self.new_receive_buffer()
+        address = self.transport.address(receive_buffer)
+        return Opened(receive_buffer, address, (), False, self.output(receive_buffer))
+
+    def meet(self, opened: Opened, fingerprint: int) -> Run:
+        """Wait until the receive buffers of the peers may be written. Returns `Opened` with their addresses."""
+        if opened.kept:
+            return opened
+        return opened._replace(addresses=(yield Barrier(self.peer_ranks, fingerprint, opened.address)))
 
     def close(self, opened: Opened, fingerprint: int, during_wait: Callable[[], None] | None = None) -> Run:
         """Wait until the peers have pushed."""
@@ -194,3 +232,8 @@ class PutStep(BoundStep):
     def push_all(self, x: torch.Tensor, addresses: Sequence[Address]) -> None:
         for index, nbytes, copies in self.pushes:
             self.push(x, copies, addresses[index], nbytes)
+
+    def _push_later(self, x: torch.Tensor, opened: Opened, fingerprint: int) -> Run:
+        for index, nbytes, copies in self.later_pushes:
+            self.push(x, copies, opened.addresses[index], nbytes)
+        yield from self.close(opened, fingerprint)

@@ -40,11 +40,13 @@ class Arriving(NamedTuple):
         started: the transfer, for `AwaitTransfer`; None if there is none.
         buffers: what the copies that complete the output read.
         out: the output.
+        more: a second transfer, of sends only, if there is one.
     """
 
     started: Any
     buffers: list[torch.Tensor]
     out: torch.Tensor
+    more: Any = None
 
 
 class SendRecvStep(BoundStep):
@@ -165,6 +167,8 @@ class SendRecvStep(BoundStep):
         packing = [moves for _, _, moves, _ in sends]
         self.reductions: list[Reduction] = []
         """Of the previous step, if they are left to this one: those that each send needs, then the rest."""
+        self.sends_first = 0
+        """The number of sends that need only what the previous step has pushed first, if it pushes in two parts."""
         if self.in_pieces:
             self.sent_rows = [rows for _, _, _, rows in sends]
             """For each send, the rows in it; those that are cut, in parts."""
@@ -278,27 +282,31 @@ class SendRecvStep(BoundStep):
         buffers = [unreduced.out] if unreduced else x if isinstance(x, list) else [cast("torch.Tensor", x)]
         out = self.empty()
         received = self.transport.empty((self.received,), self.dtype, self.device)
-        started = None
+        started, more = None, None
         if self.sends or self.receives:
-            messages = self.messages(buffers, out, received, fingerprint, unreduced)
-            started = yield StartTransfer(cast("Transfer", messages))
+            messages = cast("Transfer", self.messages(buffers, out, received, fingerprint, unreduced))
+            if unreduced is None or unreduced.later is None:
+                started = yield StartTransfer(messages)
+            else:
+                started, more = yield from start_in_two(messages, self.sends_first, unreduced.later)
         if unreduced:
             self.reductions[-1](unreduced.buffers, [unreduced.out])
         buffers = [*buffers, received]
         self.finish(buffers, [out])
-        return Arriving(started, buffers, out)
+        return Arriving(started, buffers, out, more)
 
     def arrive(self, arriving: Arriving, then: Callable[[int], None] | None = None) -> Run:
         """Complete the output as messages arrive, and return it. `then` is called after each receive."""
-        started, buffers, out = arriving
+        started, buffers, out, more = arriving
         output = out if self.last else None
         for k, complete in enumerate(self.on_arrival):
             yield AwaitTransfer(started, k + 1, output)
             complete(buffers, [out])
             if then is not None:
                 then(k)
-        if started is not None:
-            yield AwaitTransfer(started, None, output)
+        for transfer in (started, more):
+            if transfer is not None:
+                yield AwaitTransfer(transfer, None, output)
         if not self.in_pieces:
             self.finish(buffers, [out])
         return out
@@ -342,6 +350,17 @@ class SendRecvStep(BoundStep):
 
         before_send = pack_piece if self.in_pieces else None
         return Transfer(tuple(sends), tuple(receives), fingerprint, group=self.transfer_group, before_send=before_send)
+
+
+def start_in_two(transfer: Transfer, sends: int, between: Run) -> Run:
+    """Start a transfer with its first `sends` sends only, run `between`, and start the other sends. Returns both
+    transfers, for `AwaitTransfer`."""
+    before_send = transfer.before_send
+    assert before_send is not None
+    started = yield StartTransfer(transfer._replace(sends=transfer.sends[:sends]))
+    yield from between
+    others = transfer._replace(sends=transfer.sends[sends:], receives=(), before_send=lambda i: before_send(sends + i))
+    return started, (yield StartTransfer(others))
 
 
 def _elements(rows: Iterable[Row]) -> int:

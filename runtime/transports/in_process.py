@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -104,7 +104,11 @@ def run_all(runs: Mapping[int, Generator[CommRequest, Any, Any]]) -> dict[int, A
     for rank in runs:
         resume(rank, None)
     while waiting:
-        ready = [r for r, request in waiting.items() if all(posted[peer, r] for peer in _awaited(request, r))]
+        ready = [
+            r
+            for r, request in waiting.items()
+            if all(len(posted[peer, r]) >= number for peer, number in _awaited(request, r).items())
+        ]
         if not ready:
             raise DisagreementError(f"ranks {sorted(waiting)} wait for peers that post nothing more")
         for rank in ready:
@@ -121,16 +125,17 @@ class _Started:
         self.transfer, self.arrived = transfer, list[torch.Tensor]()
 
 
-def _awaited(request: CommRequest, rank: int) -> list[int]:
+def _awaited(request: CommRequest, rank: int) -> dict[int, int]:
+    """The number of messages, or of arrivals at a barrier, that a request waits for, by peer."""
     if isinstance(request, StartTransfer):
-        return []
+        return {}
     if isinstance(request, AwaitTransfer):
-        return [] if request.started.arrived else _awaited(request.started.transfer, rank)
+        return {} if request.started.arrived else _awaited(request.started.transfer, rank)
     if isinstance(request, Barrier):
-        return list(request.peers)
+        return dict.fromkeys(request.peers, 1)
     if isinstance(request, Collective):
-        return [peer for peer in request.group if peer != rank]  # including those that send nothing
-    return list(dict.fromkeys(peer for peer, _ in request.receives))
+        return {peer: 1 for peer in request.group if peer != rank}  # including those that send nothing
+    return Counter(peer for peer, _ in request.receives)
 
 
 def _receives(request: Transfer | AllToAll | AllGather) -> Sequence[tuple[int, torch.Tensor]]:
@@ -165,13 +170,10 @@ def _post(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[A
         if request.during_wait is not None:
             request.during_wait()
         return
-    messages: dict[int, list[torch.Tensor]] = defaultdict(list)
     for i, (peer, buffer) in enumerate(_sends(request)):
         if isinstance(request, Transfer) and request.before_send is not None:
             request.before_send(i)
-        messages[peer].append(buffer.clone())
-    for peer, buffers in messages.items():
-        posted[rank, peer].append((request.fingerprint, buffers))
+        posted[rank, peer].append((request.fingerprint, buffer.clone()))
     if isinstance(request, Transfer) and request.during_wait is not None:
         request.during_wait()
 
@@ -189,26 +191,29 @@ def _answered(rank: int, request: CommRequest, posted: dict[tuple[int, int], deq
         for (_, buffer), data in list(zip(started.transfer.receives, started.arrived, strict=True))[: request.receives]:
             buffer.copy_(data)
         return None
-    own = [rank] if isinstance(request, Collective) else []
-    received = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
-    for peer, (fingerprint, _) in received.items():
-        if fingerprint != request.fingerprint:
-            raise DisagreementError(f"rank {rank} and rank {peer} are at different points of the program")
+    own = {rank: 1} if isinstance(request, Collective) else {}
+    received: dict[int, deque[Any]] = defaultdict(deque)
+    for peer, number in {**_awaited(request, rank), **own}.items():
+        for _ in range(number):
+            fingerprint, message = posted[peer, rank].popleft()
+            if fingerprint != request.fingerprint:
+                raise DisagreementError(f"rank {rank} and rank {peer} are at different points of the program")
+            received[peer].append(message)
     if isinstance(request, Barrier):
-        return [received[peer][1] for peer in request.peers]
+        return [received[peer].popleft() for peer in request.peers]
     if isinstance(request, ReduceScatter | AllReduce):
         output = request.receives if isinstance(request, ReduceScatter) else request.values
-        terms = [term for peer in request.group for term in received[peer][1]]
+        terms = [received[peer].popleft() for peer in request.group]
         if len(terms) != len(request.group) or any(t.shape != output.shape or t.dtype != output.dtype for t in terms):
             raise DisagreementError(f"rank {rank} expects {output.numel()} values of ranks {request.group} each")
         output.copy_(reduce(_OPS[request.op], terms))
         return None
     for peer, buffer in _receives(request):
-        sent = received[peer][1].pop(0) if isinstance(received[peer][1], list) and received[peer][1] else None
+        sent = received[peer].popleft()
         is_bound = request.receives_are_bounds if isinstance(request, Transfer) else isinstance(request, AllToAll)
-        if sent is not None and is_bound:
+        if is_bound:
             buffer = buffer[: sent.numel()]
-        if sent is None or sent.shape != buffer.shape:
+        if sent.shape != buffer.shape:
             raise DisagreementError(
                 f"rank {rank} expects {buffer.numel()} bytes of rank {peer}, which sends something else"
             )

@@ -20,6 +20,7 @@ import shardweave
 from shardweave.planner import Program, plan
 from shardweave.runtime.executor import bind, pieces
 from shardweave.runtime.executor.pieces import cuts_of, part_of_row, pieces_of
+from shardweave.runtime.executor.push_ahead import sends_of
 from shardweave.runtime.executor.reduce_ahead import reduce_ahead
 from shardweave.runtime.executor.step_forward import ForwardStep
 from shardweave.runtime.transports.process_group import ProcessGroupTransport
@@ -102,12 +103,17 @@ def test_pieces_of_sums_give_same_bits(
     """Sums inside nodes are sent to other nodes piece by piece."""
     reduced = mock.Mock(wraps=reduce_ahead)
     monkeypatch.setattr(bind, "reduce_ahead", reduced)
+    firsts = []
+    counted = "shardweave.runtime.executor.reduce_ahead.sends_of"
+    monkeypatch.setattr(counted, lambda *given: firsts.append(sends_of(*given)) or firsts[-1])
     nodes = [rank // mesh[1] for rank in range(mesh[0] * mesh[1])]
     how = {"one_sided": False, "node_size": mesh[1]}
     for partial in ("P", "Pmax"):
         case = mesh, nodes, f"{partial} {partial}", target
         check_same_bits(case, (37, 22), torch.float32, how, (64, 200, 1000))
     assert reduced.call_count > 3
+    if target not in ("R R", "S1 R"):  # where a rank sends all that it has reduced, or keeps it
+        assert max(firsts) > 1, firsts
 
 
 def test_pieces_of_scalars_give_same_bits(poison: None) -> None:  # noqa: F811
