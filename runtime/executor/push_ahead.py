@@ -33,7 +33,7 @@ def pushed_first(
     """
     step, *rest = program.steps[index:]
     following = rest[0] if rest else None
-    if not isinstance(step, Exchange) or step.group is None or step.reduce is None:
+    if transport.one_sided or not isinstance(step, Exchange) or step.group is None or step.reduce is None:
         return None
     if not isinstance(following, Exchange) or following.group is None:
         return None
