@@ -58,21 +58,20 @@ class PricedRanks:
     def __init__(self, mesh: Mesh, topology: Topology) -> None:
         self.mesh = mesh
         self.whole = mesh.size <= PRICED_WHOLE
-        all_positions = np.arange(mesh.size)
-        ranks = mesh.rank_array
-        nodes = topology.nodes_of(ranks)
+        nodes = nodes_of_mesh(mesh, topology)
         self.full_duplex = topology.full_duplex
         self.one_node = bool((nodes == nodes[0]).all())
-        sampled = all_positions if self.whole else np.unique(np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64))
-        is_priced = np.isin(all_positions, sampled) if self.one_node else np.isin(nodes, nodes[sampled])
-        self.positions = all_positions[is_priced]
+        sampled = np.arange(mesh.size) if self.whole else np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64)
+        all_sampled = self.whole or self.one_node
+        self.positions = sampled if all_sampled else np.flatnonzero(np.isin(nodes, nodes[sampled]))
         self.receivers = np.searchsorted(self.positions, sampled)
-        self.nodes = np.unique(nodes[is_priced], return_inverse=True)[1]
+        self.nodes = np.unique(nodes[self.positions], return_inverse=True)[1]
         self._set_peers()
         self.coordinates = np.stack(np.unravel_index(self.positions, mesh.shape))
         self.members = np.arange(self.nodes.max() + 1)[:, None] == self.nodes
-        self._set_nics(ranks[is_priced], topology)
-        self.spans_nodes = dims_across_nodes(mesh, topology)
+        self._set_nics(mesh.rank_array[self.positions], topology)
+        nodes = nodes.reshape(mesh.shape)
+        self.spans_nodes = [bool((nodes != nodes.take([0], axis=m)).any()) for m in range(mesh.ndim)]
         self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not self.spans_nodes[m]]
 
     def _set_peers(self) -> None:
@@ -144,11 +143,10 @@ def priced_ranks(mesh: Mesh, topology: Topology) -> PricedRanks:
     return PricedRanks(mesh, topology)
 
 
-@lru_cache(maxsize=64)
-def dims_across_nodes(mesh: Mesh, topology: Topology) -> list[bool]:
-    """For each mesh dim, whether ranks along it are on different nodes; cached."""
-    nodes = topology.nodes_of(mesh.rank_array).reshape(mesh.shape)
-    return [bool((nodes != nodes.take([0], axis=m)).any()) for m in range(mesh.ndim)]
+@lru_cache(maxsize=4)
+def nodes_of_mesh(mesh: Mesh, topology: Topology) -> np.ndarray:
+    """[size] the index of the node of the rank at each position; cached."""
+    return topology.nodes_of(mesh.rank_array)
 
 
 @lru_cache(maxsize=1024)
