@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArgumentError, shown
+from ..layouts.distinct import numbered
 from ..layouts.nodes import RankNodes
 from .topology import Link, Topology
 
@@ -206,7 +207,7 @@ def _sizes(nodes: np.ndarray) -> np.ndarray:
     if nodes.max(initial=0) < 2 * len(nodes):  # as numbers of nodes are; faster than to sort them
         counts = np.bincount(nodes)
         return counts[counts > 0]
-    return np.unique(nodes, return_counts=True)[1]
+    return np.bincount(numbered(nodes)[1])
 
 
 def _node_size(nodes: np.ndarray, sizes: np.ndarray) -> int | None:
