@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from . import bounded_fan_in
-from .cost.priced_ranks import dims_across_nodes
+from .cost.priced_ranks import nodes_of_mesh
 from .cost.topology import Topology
 from .layouts.layout import Layout, pairs_of
 from .layouts.mesh import Mesh
@@ -26,10 +26,10 @@ def split_by_nodes(
     Returns:
         The mesh, and the layouts on it.
     """
-    across = dims_across_nodes(mesh, topology)
     for m in reversed(range(mesh.ndim)):
-        block = _block(mesh, m, topology) if across[m] else 0
-        if 1 < block < mesh.shape[m] and all(_even(mesh, shape, layout, m) for layout in layouts):
+        can_split = mesh.shape[m] > 1 and all(_even(mesh, shape, layout, m) for layout in layouts)
+        block = _block(mesh, m, topology) if can_split else 1
+        if 1 < block < mesh.shape[m]:
             names = None
             if mesh.names is not None:
                 names = (f"{mesh.names[m]} nodes", f"{mesh.names[m]} inside")
@@ -96,7 +96,7 @@ def _divisor(n: int) -> int:
 def _block(mesh: Mesh, mesh_dim: int, topology: Topology) -> int:
     """The largest block of neighbours along a mesh dim that always share a node and divides the dim; 1 if there is
     none."""
-    nodes = topology.nodes_of(mesh.rank_array).reshape(mesh.shape).swapaxes(mesh_dim, 0)
+    nodes = nodes_of_mesh(mesh, topology).reshape(mesh.shape).swapaxes(mesh_dim, 0)
     changes = nodes[1:] != nodes[:-1]
     places = 1 + np.flatnonzero(changes.reshape(len(changes), -1).any(axis=1))
     return math.gcd(mesh.shape[mesh_dim], int(np.gcd.reduce(places)))

@@ -15,6 +15,7 @@ from .cost.topology import Topology
 from .exchange.node_change import NodeChange, layout_change
 from .exchange.senders import transfer_table
 from .exchange.transfer_table import elements_into_nodes
+from .layouts.distinct import numbered
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh
 from .layouts.node_layout import MAX_RANKS, Kind, NodeLayout
@@ -53,7 +54,7 @@ def best_path(
         into = np.array([elements_into_nodes(transfer_table(change, shape), nodes) for change in changes])
         return int(into.sum(axis=0).max()), path.us
 
-    nodes = np.unique(topology.nodes_of(mesh.rank_array), return_inverse=True)[1]
+    nodes = numbered(topology.nodes_of(mesh.rank_array))[1]
     return min(paths, key=received)
 
 

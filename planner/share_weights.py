@@ -8,6 +8,7 @@ import numpy as np
 
 from .exchange.node_change import NodeChange, layout_change, node_transfer_table
 from .exchange.transfer_table import FILL
+from .layouts.distinct import distinct, numbered
 from .layouts.layout import Layout
 from .layouts.node_layout import NodeLayout
 from .layouts.nodes import nodes_of
@@ -31,8 +32,8 @@ def balanced_shares(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: 
     shares = layouts[at]
     assert isinstance(shares, NodeLayout)
     nodes = nodes_of(shares.mesh.rank_array, shares.nodes)
-    numbers, node = np.unique(nodes, return_inverse=True)
-    groups, group = np.unique(shares.group, return_inverse=True)
+    numbers, node = numbered(nodes)
+    groups, group = numbered(shares.group)
     entering = np.zeros((len(groups), len(numbers), len(numbers)), dtype=np.int64)  # by group, owner, node entered
     for i, (a, b) in enumerate(pairwise(layouts)):
         if i + 1 < at:
@@ -47,7 +48,7 @@ def balanced_shares(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: 
         owner = receiver if i + 1 == at else table.sender
         if i <= at:
             np.add.at(entering, (group[owner[far]], node[owner[far]], node[receiver[far]]), elements[far])
-    present = [np.unique(node[group == g]).tolist() for g in range(len(groups))]
+    present = [distinct(node[group == g]).tolist() for g in range(len(groups))]
     if sum(len(p) ** 2 for p in present) > _MOST_MOVES:
         return None
     weights = _balanced([{n: [len(p) * x for x in entering[g, n].tolist()] for n in p} for g, p in enumerate(present)])

@@ -10,6 +10,7 @@ from ..exchange.layout_change import LayoutChange
 from ..exchange.node_change import NodeChange, layout_change
 from ..exchange.senders import tables_of_ranks
 from ..exchange.transfer_table import TransferTable
+from ..layouts.distinct import distinct
 from ..layouts.dtypes import ITEMSIZE
 from ..layouts.index_sets import held_sizes
 from ..layouts.layout import Layout
@@ -65,7 +66,7 @@ def cross_mesh_price(change: LayoutChange, shape: tuple[int, ...], topology: Top
     near_out, far_out = near_and_far(sent, sent.sender[:, 0])
     kept = sender == receiver
     own = sums(receiver[kept], received.elements[kept] * size)
-    to, by = np.divmod(np.unique(receiver[~kept] * union.size + sender[~kept]), union.size)
+    to, by = np.divmod(distinct(receiver[~kept] * union.size + sender[~kept]), union.size)
     far = nodes[to] != nodes[by]
     node, network = topology.node, topology.network
     over_node = node.us(np.maximum(near_in, near_out), sums(to[~far], None))

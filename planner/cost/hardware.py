@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArgumentError, shown
+from ..layouts.distinct import numbered
 from ..layouts.nodes import RankNodes
 from .topology import Link, Topology
 
@@ -161,9 +162,8 @@ def found_topology(nodes: Sequence[int], machines: Sequence[MachineFigures]) -> 
     Raises:
         ArgumentError: as `MachineFigures.topology`.
     """
-    by_rank = np.array(nodes, dtype=np.int64)
-    _, index = np.unique(by_rank[by_rank >= 0], return_inverse=True)
-    sizes = np.bincount(index)
+    by_rank = np.fromiter(nodes, np.int64, len(nodes))
+    sizes = _sizes(by_rank[by_rank >= 0])
     if len(sizes) < 2:
         return None
     measured: dict[tuple[str, str], MachineFigures] = {}
@@ -202,6 +202,14 @@ def _slower_link(a: Link, b: Link) -> Link:
     return Link(latency, min(a.gigabytes_per_s, b.gigabytes_per_s), a.one_sided and b.one_sided, message)
 
 
+def _sizes(nodes: np.ndarray) -> np.ndarray:
+    """[number of nodes] the number of ranks of each node, given the node of each rank."""
+    if nodes.max(initial=0) < 2 * len(nodes):  # as numbers of nodes are; faster than to sort them
+        counts = np.bincount(nodes)
+        return counts[counts > 0]
+    return np.bincount(numbered(nodes)[1])
+
+
 def _node_size(nodes: np.ndarray, sizes: np.ndarray) -> int | None:
     """The `node_size` that gives the same nodes; None if there is none.
 
@@ -210,9 +218,12 @@ def _node_size(nodes: np.ndarray, sizes: np.ndarray) -> int | None:
         sizes: [number of nodes] the number of ranks of each.
     """
     ranks = np.flatnonzero(nodes >= 0)
-    changes = np.diff(nodes[ranks]) != 0
-    if changes.sum() + 1 != len(sizes):
+    changes = np.flatnonzero(np.diff(nodes[ranks]))
+    if len(changes) + 1 != len(sizes):
         return None  # the ranks of a node are not consecutive
-    largest, second = int(sizes.max()), int(ranks[1:][changes][0])
-    fitting = (size for size in (largest, second) if ((np.diff(ranks // size) != 0) == changes).all())
-    return next(fitting, None)
+    first, last = ranks[np.append(0, changes + 1)], ranks[np.append(changes, -1)]  # of each node
+    for size in (int(sizes.max()), int(first[1])):
+        index = first // size
+        if (index == last // size).all() and (index[1:] != index[:-1]).all():
+            return size
+    return None

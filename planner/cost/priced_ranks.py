@@ -10,6 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from ..exchange.layout_change import LayoutChange
+from ..layouts.distinct import distinct, numbered
 from ..layouts.index_sets import (
     distinct_spans,
     is_strided,
@@ -58,21 +59,20 @@ class PricedRanks:
     def __init__(self, mesh: Mesh, topology: Topology) -> None:
         self.mesh = mesh
         self.whole = mesh.size <= PRICED_WHOLE
-        all_positions = np.arange(mesh.size)
-        ranks = mesh.rank_array
-        nodes = topology.nodes_of(ranks)
+        nodes = nodes_of_mesh(mesh, topology)
         self.full_duplex = topology.full_duplex
         self.one_node = bool((nodes == nodes[0]).all())
-        sampled = all_positions if self.whole else np.unique(np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64))
-        is_priced = np.isin(all_positions, sampled) if self.one_node else np.isin(nodes, nodes[sampled])
-        self.positions = all_positions[is_priced]
+        sampled = np.arange(mesh.size) if self.whole else np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64)
+        all_sampled = self.whole or self.one_node
+        self.positions = sampled if all_sampled else np.flatnonzero(np.isin(nodes, nodes[sampled]))
         self.receivers = np.searchsorted(self.positions, sampled)
-        self.nodes = np.unique(nodes[is_priced], return_inverse=True)[1]
+        self.nodes = numbered(nodes[self.positions])[1]
         self._set_peers()
         self.coordinates = np.stack(np.unravel_index(self.positions, mesh.shape))
         self.members = np.arange(self.nodes.max() + 1)[:, None] == self.nodes
-        self._set_nics(ranks[is_priced], topology)
-        self.spans_nodes = dims_across_nodes(mesh, topology)
+        self._set_nics(mesh.rank_array[self.positions], topology)
+        nodes = nodes.reshape(mesh.shape)
+        self.spans_nodes = [bool((nodes != nodes.take([0], axis=m)).any()) for m in range(mesh.ndim)]
         self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not self.spans_nodes[m]]
 
     def _set_peers(self) -> None:
@@ -117,15 +117,22 @@ class PricedRanks:
 
     def kinds(self, mesh_dims: Iterable[int]) -> np.ndarray:
         """[q] an index for each rank, equal for ranks with equal coordinates along `mesh_dims`."""
-        kind = np.zeros(len(self.positions), dtype=np.int64)
+        return self._kinds(np.zeros(len(self.positions), dtype=np.int64), mesh_dims)
+
+    def kinds_on_nodes(self, mesh_dims: Iterable[int]) -> np.ndarray:
+        """[q] the same, and equal for ranks of one node only: the index of the node times the number of kinds, plus
+        that of the kind."""
+        return self._kinds(self.nodes, mesh_dims)
+
+    def _kinds(self, kind: np.ndarray, mesh_dims: Iterable[int]) -> np.ndarray:
         for m in mesh_dims:
             kind = kind * self.mesh.shape[m] + self.coordinates[m]
         return kind
 
     def alike_near(self, kinds: np.ndarray) -> np.ndarray:
         """[r, p] how many ranks of the receiver's node are of the kind of each peer, given the kind [q] of each."""
-        distinct, kind = np.unique(kinds, return_inverse=True)
-        number = len(distinct)
+        found, kind = numbered(kinds)
+        number = len(found)
         counts = np.bincount(self.nodes * number + kind, minlength=len(self.members) * number)
         return counts[self.nodes[self.receivers][:, None] * number + kind[self.peers]].astype(np.float64)
 
@@ -144,23 +151,25 @@ def priced_ranks(mesh: Mesh, topology: Topology) -> PricedRanks:
     return PricedRanks(mesh, topology)
 
 
-@lru_cache(maxsize=64)
-def dims_across_nodes(mesh: Mesh, topology: Topology) -> list[bool]:
-    """For each mesh dim, whether ranks along it are on different nodes; cached."""
-    nodes = topology.nodes_of(mesh.rank_array).reshape(mesh.shape)
-    return [bool((nodes != nodes.take([0], axis=m)).any()) for m in range(mesh.ndim)]
+@lru_cache(maxsize=4)
+def nodes_of_mesh(mesh: Mesh, topology: Topology) -> np.ndarray:
+    """[size] the index of the node of the rank at each position; cached."""
+    return topology.nodes_of(mesh.rank_array)
 
 
 @lru_cache(maxsize=1024)
 def _first_of_kind(at: PricedRanks, mesh_dims: tuple[int, ...]) -> np.ndarray:
-    _, first = np.unique(np.stack([at.nodes, at.kinds(mesh_dims)]), axis=1, return_index=True)
-    return np.isin(np.arange(len(at.nodes)), first)
+    found, kind = numbered(at.kinds_on_nodes(mesh_dims))
+    ranks = np.arange(len(kind))
+    first = np.empty_like(found)
+    first[kind[::-1]] = ranks[::-1]  # of equal indices the last assignment stays
+    return first[kind] == ranks
 
 
 @lru_cache(maxsize=1024)
 def _terms_on_node(at: PricedRanks, reduced: tuple[int, ...]) -> int:
-    nodes = np.unique(np.stack([at.nodes, at.kinds(reduced)]), axis=1)[0]
-    return int(np.bincount(nodes).max())
+    kinds = math.prod(at.mesh.shape[m] for m in reduced)
+    return int(np.bincount(distinct(at.kinds_on_nodes(reduced)) // kinds).max())
 
 
 def _cached(make: Callable[Concatenate[PricedRanks, P], T]) -> Callable[Concatenate[PricedRanks, P], T]:
@@ -176,11 +185,18 @@ def _cached(make: Callable[Concatenate[PricedRanks, P], T]) -> Callable[Concaten
 @_cached
 def common_lengths(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
     """[1, r, p] how many indices of a tensor dim receiver r wants and its peer holds; `cuts`: (wanted, held)."""
+    wanted, held = cuts
+    others = None if at.whole or at.one_node else at.peers
+    if not wanted or not held:  # one of the two ranks has the whole of what the other has
+        if held:
+            lengths = held_lengths(at, extent, held)[:, None if others is None else others]
+        else:
+            lengths = wanted_lengths(at, extent, wanted)[..., None]
+        return np.broadcast_to(lengths.astype(float), (1, *at.near.shape))
     if any(map(is_strided, cuts)):
-        others = None if at.whole or at.one_node else at.peers
-        wanted, held = _strided_spans_of_receivers(at, extent, cuts[0]), _strided_spans(at, extent, cuts[1])
-        return overlaps_of_spans(*wanted, *held, others)[None].astype(float)
-    (low, high), (start, stop) = _spans(at, extent, cuts[0]), _spans_of_peers(at, extent, cuts[1])
+        of_receivers, of_peers = _strided_spans_of_receivers(at, extent, wanted), _strided_spans(at, extent, held)
+        return overlaps_of_spans(*of_receivers, *of_peers, others)[None].astype(float)
+    (low, high), (start, stop) = _spans(at, extent, wanted), _spans_of_peers(at, extent, held)
     low, high = low[at.receivers, None], high[at.receivers, None]
     lengths = np.minimum(high, stop) - np.maximum(low, start)
     return np.maximum(lengths, 0)[None].astype(float)
@@ -225,7 +241,7 @@ def _spans_of_peers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarra
 def _strided_spans_of_receivers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
     """`_strided_spans` of the receivers."""
     spans, shard = _distinct_spans(at, extent, cuts)
-    receivers, shard = np.unique(shard[at.receivers], return_inverse=True)
+    receivers, shard = numbered(shard[at.receivers])
     return spans.select(receivers).by_start(), shard
 
 
@@ -244,8 +260,8 @@ def _distinct_spans(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np
     spans, shard = _distinct_spans(at, extent, cuts[:-1])
     ((m, split),) = pairs_of(cuts[-1:])
     number = at.mesh.shape[m]
-    distinct, index = np.unique(shard * number + at.coordinates[m], return_inverse=True)
-    return cut_shards(extent, spans, (number, split), *np.divmod(distinct, number)), index
+    found, index = numbered(shard * number + at.coordinates[m])
+    return cut_shards(extent, spans, (number, split), *np.divmod(found, number)), index
 
 
 class SendShares:
@@ -268,17 +284,16 @@ class SendShares:
         keepers: tuple[int, ...],
     ) -> None:
         mesh = at.mesh
-        shares = np.ones(at.near.shape)
+        kinds = at.kinds(m for m in range(mesh.ndim) if m not in closure or m in shards_split)
+        keeps = (at.coordinates[list(keepers)][:, at.receivers] == 0).all(axis=0)
+        shares = (kinds[at.receivers][:, None] == kinds[at.peers]) & keeps[:, None]
         if replicas:
             kinds = at.kinds(m for m in range(mesh.ndim) if m not in replicas)
             alike = kinds[at.receivers][:, None] == kinds[at.peers]
             near = at.alike_near(kinds)
             far = 1 / math.prod(mesh.shape[m] for m in replicas)
-            shares = np.where(alike, at.own, np.where(near > 0, at.near / np.maximum(near, 1), far))
-        kinds = at.kinds(m for m in range(mesh.ndim) if m not in closure or m in shards_split)
-        keeps = (at.coordinates[list(keepers)].sum(axis=0) == 0)[at.receivers]
-        shares = shares * (kinds[at.receivers][:, None] == kinds[at.peers]) * keeps[:, None]
-        self.near, self.far = (shares * at.near)[None], (shares * ~at.near)[None]
+            shares = shares * np.where(alike, at.own, np.where(near > 0, at.near / np.maximum(near, 1), far))
+        self.near, self.far = (shares * at.near)[None].astype(float), (shares * ~at.near)[None].astype(float)
         self.keeps = keeps[None].astype(float)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .distinct import numbered
 from .layout import Cuts, Layout, pairs_of
 from .mesh import Coordinate, Mesh
 from .node_layout import NodeLayout
@@ -205,8 +206,10 @@ def distinct_spans(
     key = np.zeros(coordinates.shape[1], dtype=np.int64)
     for m, _ in pairs:
         key = key * mesh_shape[m] + coordinates[m]
-    _, first, shard = np.unique(key, return_index=True, return_inverse=True)
-    index = coordinates[[m for m, _ in pairs]][:, first].T
+    found, shard = numbered(key)
+    one = np.empty_like(found)  # a rank of each shard
+    one[shard] = np.arange(len(key))
+    index = coordinates[[m for m, _ in pairs]][:, one].T
     return spans_of_shards(extent, [(mesh_shape[m], split) for m, split in pairs], index), shard
 
 

@@ -26,9 +26,8 @@ def receivers_contribute(source: Layout, target: Layout) -> bool:
     """
     if type(source) is not Layout or type(target) is not Layout:
         return False  # a `NodeLayout`
-    within = all(target.cuts(d)[: len(cuts)] == cuts for d, cuts in source.all_cuts)
-    pairs = zip(source.placements, target.placements, strict=True)
-    return within and not any(isinstance(b, Partial) and a != b for a, b in pairs)
+    before, after = source.prefixes, target.prefixes
+    return all(before[m] == after[m] for m in (*target.partial_dims, *(m for _, order in source.orders for m in order)))
 
 
 def pairs_of(cuts: Cuts) -> list[tuple[int, int]]:

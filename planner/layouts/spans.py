@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .distinct import distinct
+
 Span = tuple[int, int]  # start, stop
 MeshParts = tuple[tuple[int, int, int], ...]
 """The cuts of a tensor dim for one rank: (number of parts, split factor, index of the rank's part) of each cut."""
@@ -174,7 +176,7 @@ def shards_meeting(extent: int, cuts: Sequence[tuple[int, int]], wanted: np.ndar
         end = np.minimum(begin + piece[shard], total[shard])
         size = -(-(end - begin) // number)
         at, part = _ranges((np.maximum(low, begin) - begin) // size, (np.minimum(high, end) - 1 - begin) // size)
-        shard, part = np.divmod(np.unique(shard[at] * number + part), number)
+        shard, part = np.divmod(distinct(shard[at] * number + part), number)
         cells = np.concatenate([cells[shard], part[:, None]], axis=1)
         spans = cut_shards(extent, spans, (number, split), shard, part)
     return cells
