@@ -23,6 +23,7 @@ def box_at_source(row: Row) -> Box:
 
 
 def common_box(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common; None: nothing."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 

@@ -76,6 +76,7 @@ def _sent_first(
 
 
 def _box_after(program: Program, step: Step, position: int) -> Box:
+    """The part of the tensor that a rank holds after a step."""
     coordinate = program.coordinate_in(step.target_mesh, position)
     if coordinate is None:  # it holds nothing
         return ((0, 0),) * len(program.shape)

@@ -111,7 +111,7 @@ class PutStep(BoundStep):
         strides = {p: contiguous_strides(shape)[:ndim] for p, shape in shapes.items()}
         moves: dict[int, list[Move]] = {p: [] for p in shapes}
         later: dict[int, list[Move]] = {p: [] for p in shapes}
-        # Boxes that cannot be told apart are all pushed first.
+        # Only plain boxes can be cut: others are all pushed first, which is more than is needed, but right.
         first = self.first_boxes if is_plain(self.boxes) else None
         for row in self.rows:
             receiver, senders = row.receiver, row.senders
