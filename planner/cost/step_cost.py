@@ -172,7 +172,7 @@ def _prices(
     us = (np.maximum(over_node, over_network) + copies).max(axis=1)
     peak = np.ceil((before + after + staged).max(axis=1))
     bound = np.zeros(len(changes))
-    if bounded and at.whole:
+    if bounded:
         bound = _lower_bound_us(changes, shape, topology, at, common * size, after, own)
     return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
 
@@ -186,23 +186,24 @@ def _lower_bound_us(
     wanted: np.ndarray,
     own: np.ndarray,
 ) -> np.ndarray:
-    """[k] a lower bound on the time of any sequence of steps; 0 if the target has new partials. All ranks are priced.
+    """[k] a lower bound on the time of any sequence of steps; 0 if the target has new partials.
 
     At best a rank receives what it lacks over both links at once, and a node receives what it lacks over the network.
     Reducing n terms takes n - 1 additions of received terms, and a rank that wants a sum without computing it receives
-    it; these bytes are averaged over the ranks.
+    it; these bytes are averaged over the ranks. If receivers are sampled, averages over them stand for those over all
+    ranks, and a node receives at least what one of its receivers lacks.
 
     Args:
         common: [k, r, p] bytes that receiver r wants and its peer holds.
         wanted: [k, r] bytes of the target shards.
         own: [k, r] bytes of the target shards that the receiver already holds.
     """
-    node, network, ranks = topology.node, topology.network, len(at.positions)
+    node, network = topology.node, topology.network
     whole = math.prod(shape) * ITEMSIZE[changes[0].dtype]
     terms = np.array([[change.contributors] for change in changes])
     lacking = np.where(terms > 1, wanted, wanted - own).max(axis=1)
-    added = whole * (terms[:, 0] - 1) / ranks
-    received = np.maximum(lacking, added + (terms[:, 0] > 1) * (wanted.sum(axis=1) - whole) / ranks)
+    added = whole * (terms[:, 0] - 1) / at.mesh.size
+    received = np.maximum(lacking, added + (terms[:, 0] > 1) * (wanted.mean(axis=1) - whole / at.mesh.size))
     if at.one_node:
         bound = (received > 0) * node.latency_us + received / (node.gigabytes_per_s * 1e3)
     else:
@@ -211,14 +212,17 @@ def _lower_bound_us(
         # One rank per node receives what several ranks of the node want; ranks that hold the same shard count once.
         first = {x: at.first_of_shard(x) for x in {*(c.source for c in changes), *(c.target for c in changes)}}
         first_held = np.stack([first[change.source] for change in changes])
-        first_wanted = np.stack([first[change.target] for change in changes])
+        first_held = first_held[:, None] if at.whole else first_held[:, at.peers]
+        first_wanted = np.stack([first[change.target][at.receivers] for change in changes])
         on_node = np.array([[at.terms_on_node(change.reduced)] for change in changes])
-        held = (common * (at.near & first_held[:, None])).sum(axis=2)
+        held = (common * (at.near & first_held)).sum(axis=2)
         missing = np.where(terms > on_node, wanted, np.maximum(wanted - held, 0)) * first_wanted
-        by_node = (missing[:, None] * at.members).sum(axis=2)
-        entering = (by_node / at.nics_on).max(axis=1)
-        sums = np.ceil(terms / on_node)[:, 0]
-        entered = np.where(sums > 1, whole * (sums - 2) + by_node.sum(axis=1), by_node.sum(axis=1)) / at.nics_on.sum()
+        if at.whole:
+            entering = ((missing[:, None] * at.members).sum(axis=2) / at.nics_on).max(axis=1)
+        else:
+            entering = (missing / at.nics_on[at.nodes[at.receivers]]).max(axis=1)
+        sums, nics = np.ceil(terms / on_node)[:, 0], at.nics_on.sum() * at.mesh.size / len(at.positions)
+        entered = (missing.mean(axis=1) * at.mesh.size + whole * np.maximum(sums - 2, 0)) / nics
         over_network = np.maximum(entering, entered) / (network.gigabytes_per_s * 1e3)
         entry = (entering > 0) * (network.latency_us + network.message_us)
         bound = np.maximum(bound, over_network + entry)
