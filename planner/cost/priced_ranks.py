@@ -24,7 +24,7 @@ from ..layouts.spans import Spans, cut_shards
 from .topology import Topology
 
 PRICED_WHOLE = 128
-"""The mesh size up to which every rank is priced. On larger meshes `SAMPLED` ranks are, by what they receive."""
+"""The mesh size up to which every rank is priced. On larger meshes `SAMPLED` ranks are."""
 SAMPLED = 16
 _SMALL = 1024  # receivers times holders up to which many tables are cached
 
@@ -62,7 +62,7 @@ class PricedRanks:
         nodes = nodes_of_mesh(mesh, topology)
         self.full_duplex = topology.full_duplex
         self.one_node = bool((nodes == nodes[0]).all())
-        sampled = np.arange(mesh.size) if self.whole else np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64)
+        sampled = np.arange(mesh.size) if self.whole else _sample(mesh.size)
         all_sampled = self.whole or self.one_node
         self.positions = sampled if all_sampled else np.flatnonzero(np.isin(nodes, nodes[sampled]))
         self.receivers = np.searchsorted(self.positions, sampled)
@@ -145,6 +145,14 @@ class PricedRanks:
         return _terms_on_node(self, reduced)
 
 
+def _sample(size: int) -> np.ndarray:
+    """`SAMPLED` positions of a mesh of `size`, ascending: the last one, and others spread by multiples of the golden
+    ratio (Knuth, The Art of Computer Programming, volume 3, section 6.4), so that they are not alike along a mesh dim
+    as equally spaced positions are."""
+    spread = np.arange(SAMPLED - 1) * 0x9E3779B9 % (1 << 32) * size >> 32
+    return distinct(np.append(spread, size - 1))
+
+
 @lru_cache(maxsize=64)
 def priced_ranks(mesh: Mesh, topology: Topology) -> PricedRanks:
     """The priced ranks of a mesh; cached."""
@@ -219,9 +227,24 @@ def wanted_lengths(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
 
 
 @lru_cache(maxsize=4096)
-def most_held(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
-    """[1, 1] how many indices of a tensor dim the rank holds that holds most, or 1 if none holds any."""
-    return np.maximum(held_lengths(at, extent, cuts).max(keepdims=True), 1)
+def shards_met(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
+    """[1, r] how many of the shards of a tensor dim that its peers hold the receiver's shard meets, if all pieces are
+    even; `cuts`: (wanted, held)."""
+    wanted, held = cuts
+    shared = next((i for i, (a, b) in enumerate(zip(wanted, held, strict=False)) if a != b), min(map(len, cuts)))
+    (_, wanted_pieces), (shards, held_pieces) = (_shards_and_pieces(at, x[shared:]) for x in cuts)
+    most_held = max(int(held_lengths(at, extent, held).max()), 1)
+    met = np.ceil(wanted_lengths(at, extent, wanted) * held_pieces / (wanted_pieces * most_held))
+    return np.minimum(met * wanted_pieces, shards)
+
+
+def _shards_and_pieces(at: PricedRanks, cuts: Cuts) -> tuple[int, int]:
+    """The number of shards that cuts make, and of pieces that each has at most if all are even."""
+    shards = pieces = 1
+    for m, split in pairs_of(cuts):
+        shards *= at.mesh.shape[m]
+        pieces = max(split, -(-pieces // at.mesh.shape[m]))
+    return shards, pieces
 
 
 @lru_cache(maxsize=1024)

@@ -19,9 +19,9 @@ from .priced_ranks import (
     PricedRanks,
     common_lengths,
     held_lengths,
-    most_held,
     priced_ranks,
     send_shares,
+    shards_met,
     wanted_lengths,
 )
 from .topology import Topology
@@ -107,7 +107,7 @@ def _elements(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutC
         after *= wants[index]
         before *= np.concatenate([wanted_lengths(at, extent, held) for _, held in pairs])[index]
         if senders is not None:
-            senders *= np.ceil(wants / np.concatenate([most_held(at, extent, held) for _, held in pairs]))[index]
+            senders *= np.concatenate([shards_met(at, extent, pair) for pair in pairs])[index]
     return _Elements(common, before, after, senders)
 
 
@@ -151,12 +151,18 @@ def _prices(
         owned = np.array([[math.prod([c.source_mesh.shape[m] for m in c.shards_split])] for c in changes])
         keeps = np.concatenate([x.keeps for x in shares])
         missing = np.maximum(after * contributors / owned - own - near_in, 0) * keeps
+        received = near_in + missing
+        # What each rank sends is not known: in proportion to what it holds, and as much of it to other nodes as ranks
+        # receive from there.
+        sent = np.maximum(before * [[_sent_of_held(change)] for change in changes] - own, 0)
+        sent *= received.any(axis=1, keepdims=True)
         if at.one_node:
-            near_in = near_out = near_in + missing
+            near_in, near_out = received, sent
         else:
-            far_in = far_out = missing
+            entering = missing.sum(axis=1, keepdims=True) / np.maximum(received.sum(axis=1, keepdims=True), 1)
+            far_in, far_out, near_out = missing, sent * entering, sent * (1 - entering)
             assert senders is not None
-            others = senders - (near > 0).sum(axis=2)
+            others = senders - _times(common > 0, near_shares).sum(axis=2)
             far_peers = (missing > 0) * np.maximum(others, 1)
 
     over_node = node.us(np.maximum(near_in, near_out), near_peers)
@@ -175,6 +181,16 @@ def _prices(
     if bounded:
         bound = _lower_bound_us(changes, shape, topology, at, common * size, after, own)
     return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
+
+
+def _sent_of_held(change: LayoutChange) -> float:
+    """The bytes that ranks send on average, to themselves included, divided by those that they hold."""
+    sizes = change.source_mesh.shape
+    source_shards, target_shards = (
+        math.prod([sizes[m] for _, order in layout.orders for m in order]) for layout in (change.source, change.target)
+    )
+    senders = math.prod([sizes[m] for m in (*change.shards_split, *change.keepers)])  # that receivers do without
+    return change.contributors * source_shards / (target_shards * senders)
 
 
 def _lower_bound_us(

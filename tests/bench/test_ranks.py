@@ -18,6 +18,7 @@ pytestmark = pytest.mark.multi
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     print(f"hello from {rank}")
     send({"pid": os.getpid()})
+    dist.barrier()  # so that all have sent it
     if rank == 1:
         exec(config["code"], {"os": os, "time": time})
     dist.barrier()

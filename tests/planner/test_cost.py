@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from shardweave import NVLINK_INFINIBAND, Layout, Mesh
+from shardweave.bench.planning import scale
+from shardweave.planner import MachineFigures, found_topology
 from shardweave.planner.cost import priced_ranks
 from shardweave.planner.cost.step_cost import step_price
 from shardweave.planner.exchange.layout_change import LayoutChange
+from shardweave.planner.search import Search
 
 pytestmark = pytest.mark.plan
 
 
 @pytest.mark.parametrize(
-    ("shape", "source", "target"),
+    ("mesh_shape", "shape", "source", "target"),
     [
-        ((256, 64), "S0 S0 @ 0:1,0", "R S0"),  # half of the ranks hold nothing
-        ((7, 8192), "S0 S1", "R S1"),  # most ranks hold nothing
-        ((7, 8192), "S0 S1", "S1 S0"),
-        ((4096, 64), "S0 S0", "R S0"),
-        ((4096, 64), "P S0", "S0 S0"),
+        ((64, 8), (256, 64), "S0 S0 @ 0:1,0", "R S0"),  # half of the ranks hold nothing
+        ((64, 8), (7, 8192), "S0 S1", "R S1"),  # most ranks hold nothing
+        ((64, 8), (7, 8192), "S0 S1", "S1 S0"),
+        ((64, 8), (40, 4096), "S0 R", "S1 R"),  # some ranks send, all receive
+        ((64, 8), (4096, 64), "S0 S0", "R S0"),
+        ((64, 8), (4096, 64), "P S0", "S0 S0"),
+        ((16, 16), (4096, 64), "S0 S1", "S1 S0"),  # ranks whose coordinates are equal hold what they want
+        ((16, 16), (64, 4096), "S1 S1", "R S1"),
+        ((64, 8), (4096, 64), "P R", "S0 S0"),  # several ranks of a node hold the same term
+        ((64, 8), (24576,), "S0/2 R", "R S0"),  # a shard of the target meets those of most ranks
     ],
 )
 def test_step_price_of_sampled_ranks(
-    shape: tuple[int, ...], source: str, target: str, monkeypatch: pytest.MonkeyPatch
+    mesh_shape: tuple[int, int], shape: tuple[int, ...], source: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mesh = Mesh((64, 8))
+    mesh = Mesh(mesh_shape)
     change = LayoutChange(mesh, "bfloat16", Layout.parse(source), Layout.parse(target), NVLINK_INFINIBAND.node_size)
     sampled = step_price(change, shape, NVLINK_INFINIBAND).us
     monkeypatch.setattr(priced_ranks, "PRICED_WHOLE", mesh.size)
     priced_ranks.priced_ranks.cache_clear()
     exact = step_price(change, shape, NVLINK_INFINIBAND).us
     priced_ranks.priced_ranks.cache_clear()
-    assert exact / 2 < sampled < exact * 2
+    assert sampled == pytest.approx(exact, rel=0.1)
+
+
+SAMPLED_CASES = [case for case in scale.cases(256, 45, seed=7) if case.family != "strided"]
+
+
+@pytest.mark.parametrize("case", SAMPLED_CASES, ids=lambda case: f"{case.mesh} {case.source} -> {case.target}")
+def test_search_with_sampled_ranks(case: scale.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Priced on all ranks, the path that a search finds with sampled ranks is as good as that which it finds with all,
+    and the lower bound of sampled ranks is none above that."""
+    mesh = Mesh(case.mesh)
+    source, target = (Layout.parse(text).without_size_one(mesh.shape) for text in (case.source, case.target))
+    topology = found_topology(case.node_of_ranks(), [MachineFigures("NVIDIA H100", "RDMA", 8)])
+    assert topology is not None
+    search = Search(mesh, case.shape, "bfloat16", source, target, topology)
+    bound, path = search.price(source, target).lower_bound_us, search.cheapest()
+    monkeypatch.setattr(priced_ranks, "PRICED_WHOLE", mesh.size)
+    priced_ranks.priced_ranks.cache_clear()
+    best = search.cheapest()
+    us = sum(step.us for step in search.prices(list(pairwise(path.layouts))))
+    priced_ranks.priced_ranks.cache_clear()
+    assert us <= 1.2 * best.us
+    assert bound <= best.us * (1 + 1e-9)
