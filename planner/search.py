@@ -41,6 +41,7 @@ class Search:
     ) -> None:
         self.mesh, self.shape, self.dtype, self.topology = mesh, shape, dtype, topology
         self.source, self.target = source, target
+        self._priced: dict[tuple[Layout, Layout, bool], StepPrice] = {}
 
     def price(self, a: Layout, b: Layout) -> StepPrice:
         """The price of the step from `a` to `b`, rounded to nanoseconds, so that rounding errors never decide between
@@ -48,15 +49,17 @@ class Search:
         return self.prices([(a, b)])[0]
 
     def prices(self, pairs: Sequence[tuple[Layout, Layout]], bounded: bool = True) -> list[StepPrice]:
-        """The `price` of several steps; little slower than of one. Without `bounded` their lower bounds are 0."""
-        changes = [layout_change(self.mesh, self.dtype, a, b, self.topology.rank_nodes) for a, b in pairs]
-        prices = step_prices(changes, self.shape, self.topology, bounded)
-        # Steps that `bound_fan_in` would split are excluded.
-        excluded = [x.contributors > MAX_FAN_IN and exceeds_fan_in(self.mesh, x.source, x.target) for x in changes]
-        return [
-            StepPrice(math.inf if is_excluded else round(us, 3), round(lower_bound_us, 3), peak_bytes)
-            for (us, lower_bound_us, peak_bytes), is_excluded in zip(prices, excluded, strict=True)
-        ]
+        """The `price` of several steps; little slower than of one. Without `bounded` their lower bounds may be 0."""
+        new = [(a, b) for a, b in pairs if (a, b, bounded) not in self._priced]
+        changes = [layout_change(self.mesh, self.dtype, a, b, self.topology.rank_nodes) for a, b in new]
+        priced = step_prices(changes, self.shape, self.topology, bounded)
+        for (a, b), change, (us, lower_bound_us, peak_bytes) in zip(new, changes, priced, strict=True):
+            # Steps that `bound_fan_in` would split are excluded.
+            if change.contributors > MAX_FAN_IN and exceeds_fan_in(self.mesh, a, b):
+                us = math.inf
+            price = StepPrice(round(us, 3), round(lower_bound_us, 3), peak_bytes)
+            self._priced[a, b, bounded] = self._priced[a, b, False] = price
+        return [self._priced[a, b, bounded] for a, b in pairs]
 
     def cheapest(self) -> Path:
         """The cheapest path found."""
@@ -95,8 +98,9 @@ class Search:
             return [stages]
         layouts = [self.source]
         for a, b in pairwise(stages):
-            stage = Search(self.mesh, self.shape, self.dtype, a, b, self.topology).cheapest()
-            layouts += stage.layouts[1:]
+            search = Search(self.mesh, self.shape, self.dtype, a, b, self.topology)
+            search._priced = self._priced  # steps of one stage are also steps of the whole path
+            layouts += search.cheapest().layouts[1:]
         return list(dict.fromkeys([stages, tuple(layouts)]))
 
     def _paths(self, max_bytes: float) -> list[Path]:
@@ -119,9 +123,10 @@ class Search:
             peak = max(step.peak_bytes + (source_bytes if i else 0) for i, step in enumerate(steps))
             paths.append(Path(layouts, sum(step.us for step in steps), peak))
         best = min((path.us for path in paths if path.peak_bytes <= max_bytes), default=math.inf)
-        reached_us, to_target, tried = {source: 0.0}, {source: direct}, {source}
+        reached_us, tried = {source: 0.0}, {source}
+        to_target = {a: price for (a, b), price in priced.items() if b == target}
         queue = [(direct.lower_bound_us, 0, Path((source,), 0.0, 0))]
-        for _ in range(MAX_ROUNDS):
+        for index in range(MAX_ROUNDS):
             expanded: list[Path] = []
             while queue and len(expanded) < _LAYOUTS_PER_ROUND and queue[0][0] + least_step_us < best:
                 _, _, path = heapq.heappop(queue)
@@ -142,7 +147,8 @@ class Search:
             ]
             # Most steps already cost too much; only the layouts that the others reach are priced to the target.
             new = [layout for layout in dict.fromkeys(layout for _, layout, *_ in extended) if layout not in to_target]
-            to_target.update(zip(new, self.prices([(layout, target) for layout in new]), strict=True))
+            last_steps = self.prices([(layout, target) for layout in new], bounded=index + 1 < MAX_ROUNDS)
+            to_target.update(zip(new, last_steps, strict=True))
             best_before, tried_before = best, tried.copy()
             tried.update(layout for _, layout in steps_tried)
             # A layout that an earlier round tried must also be able to beat the best path of the rounds before.

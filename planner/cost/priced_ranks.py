@@ -227,15 +227,25 @@ def wanted_lengths(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
 
 
 @lru_cache(maxsize=4096)
-def shards_met(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
-    """[1, r] how many of the shards of a tensor dim that its peers hold the receiver's shard meets, if all pieces are
-    even; `cuts`: (wanted, held)."""
+def most_held(at: PricedRanks, extent: int, cuts: Cuts) -> int:
+    """How many indices of a tensor dim the rank holds that holds most, or 1 if none holds any."""
+    return max(int(held_lengths(at, extent, cuts).max()), 1)
+
+
+@lru_cache(maxsize=4096)
+def shards_met(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> tuple[int, float, float]:
+    """How many of the shards of a tensor dim that ranks hold the shard of a receiver meets, if all are even; `cuts`:
+    (wanted, held).
+
+    Returns: the number of pieces of the shard that is wanted; the number of shards that each of them meets for each
+    index of the shard, to be rounded up; and a number of shards that are not exceeded.
+    """
     wanted, held = cuts
+    if not any(map(is_strided, cuts)):
+        return 1, 1 / most_held(at, extent, held), math.inf
     shared = next((i for i, (a, b) in enumerate(zip(wanted, held, strict=False)) if a != b), min(map(len, cuts)))
-    (_, wanted_pieces), (shards, held_pieces) = (_shards_and_pieces(at, x[shared:]) for x in cuts)
-    most_held = max(int(held_lengths(at, extent, held).max()), 1)
-    met = np.ceil(wanted_lengths(at, extent, wanted) * held_pieces / (wanted_pieces * most_held))
-    return np.minimum(met * wanted_pieces, shards)
+    (_, pieces), (shards, held_pieces) = (_shards_and_pieces(at, x[shared:]) for x in cuts)
+    return pieces, held_pieces / (pieces * most_held(at, extent, held)), shards
 
 
 def _shards_and_pieces(at: PricedRanks, cuts: Cuts) -> tuple[int, int]:
@@ -308,8 +318,10 @@ class SendShares:
     ) -> None:
         mesh = at.mesh
         kinds = at.kinds(m for m in range(mesh.ndim) if m not in closure or m in shards_split)
-        keeps = (at.coordinates[list(keepers)][:, at.receivers] == 0).all(axis=0)
-        shares = (kinds[at.receivers][:, None] == kinds[at.peers]) & keeps[:, None]
+        shares, keeps = kinds[at.receivers][:, None] == kinds[at.peers], np.ones(len(at.receivers), dtype=bool)
+        if keepers:
+            keeps = (at.coordinates[list(keepers)][:, at.receivers] == 0).all(axis=0)
+            shares &= keeps[:, None]
         if replicas:
             kinds = at.kinds(m for m in range(mesh.ndim) if m not in replicas)
             alike = kinds[at.receivers][:, None] == kinds[at.peers]

@@ -107,7 +107,8 @@ def _elements(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutC
         after *= wants[index]
         before *= np.concatenate([wanted_lengths(at, extent, held) for _, held in pairs])[index]
         if senders is not None:
-            senders *= np.concatenate([shards_met(at, extent, pair) for pair in pairs])[index]
+            pieces, met, shards = np.array([shards_met(at, extent, pair) for pair in pairs]).T[:, index, None]
+            senders *= np.minimum(pieces * np.ceil(wants[index] * met), shards)
     return _Elements(common, before, after, senders)
 
 
@@ -147,15 +148,15 @@ def _prices(
         if network.message_us:
             far_peers = _times(common > 0, far_shares).sum(axis=2)
     if not at.whole:
-        # Only the receivers' nodes are known; everything that these do not hold comes from other nodes.
+        # Only the receivers' nodes are known; everything that these do not hold comes from other nodes. What a rank
+        # sends is estimated: of what it holds as much as ranks do on average, to other nodes the share that comes from
+        # there.
         owned = np.array([[math.prod([c.source_mesh.shape[m] for m in c.shards_split])] for c in changes])
-        keeps = np.concatenate([x.keeps for x in shares])
-        missing = np.maximum(after * contributors / owned - own - near_in, 0) * keeps
+        wanted = after * contributors / owned * np.concatenate([x.keeps for x in shares])
+        missing = np.maximum(wanted - own - near_in, 0)
         received = near_in + missing
-        # What each rank sends is not known: in proportion to what it holds, and as much of it to other nodes as ranks
-        # receive from there.
-        sent = np.maximum(before * [[_sent_of_held(change)] for change in changes] - own, 0)
-        sent *= received.any(axis=1, keepdims=True)
+        average = wanted.sum(axis=1, keepdims=True) / np.maximum(before.sum(axis=1, keepdims=True), 1)
+        sent = np.maximum(before * average - own, 0) * received.any(axis=1, keepdims=True)
         if at.one_node:
             near_in, near_out = received, sent
         else:
@@ -181,16 +182,6 @@ def _prices(
     if bounded:
         bound = _lower_bound_us(changes, shape, topology, at, common * size, after, own)
     return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
-
-
-def _sent_of_held(change: LayoutChange) -> float:
-    """The bytes that ranks send on average, to themselves included, divided by those that they hold."""
-    sizes = change.source_mesh.shape
-    source_shards, target_shards = (
-        math.prod([sizes[m] for _, order in layout.orders for m in order]) for layout in (change.source, change.target)
-    )
-    senders = math.prod([sizes[m] for m in (*change.shards_split, *change.keepers)])  # that receivers do without
-    return change.contributors * source_shards / (target_shards * senders)
 
 
 def _lower_bound_us(
