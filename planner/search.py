@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 from ..errors import ArgumentError
@@ -24,6 +25,9 @@ from .path import Path
 MAX_ROUNDS = 4
 """Rounds of a search; each expands the most promising layouts reached so far."""
 _LAYOUTS_PER_ROUND = 2  # pricing many steps together is cheaper than one by one
+_WEIGHT = 1.2
+"""Lower bounds count this many times, as in weighted A* (Pohl, 1970), so that fewer layouts are expanded. The path
+found may cost this many times as much as that of a longer search; prices are not more exact than that."""
 _OTHERS = 3  # rejected paths that a path lists
 _SMALLEST = 8  # paths of least estimated memory among which the error of `cheapest_within` looks for the smallest
 
@@ -32,8 +36,8 @@ class Search:
     """A best-first search from `source` to `target`, in which mesh dims of size 1 are replicated.
 
     It expands `IntermediateLayouts`, and leaves out layouts from which the lower bound on the remaining time
-    (`StepPrice.lower_bound_us`) cannot beat the best path. The result depends on the arguments alone, so every rank
-    finds the same path.
+    (`StepPrice.lower_bound_us`), times `_WEIGHT`, cannot beat the best path. The result depends on the arguments alone,
+    so every rank finds the same path.
     """
 
     def __init__(
@@ -103,41 +107,57 @@ class Search:
             layouts += search.cheapest().layouts[1:]
         return list(dict.fromkeys([stages, tuple(layouts)]))
 
+    @cached_property
+    def _source_bytes(self) -> int:
+        """The bytes of the largest shard of the source."""
+        ranks = priced_ranks(self.mesh, self.topology)
+        return int(shard_elements(ranks, self.shape, self.source).max()) * ITEMSIZE[self.dtype]
+
+    @property
+    def _least_step_us(self) -> float:
+        """The least that a further step takes: a latency, unless it may be local, as steps to a new partial are."""
+        for a, b in zip(self.source.placements, self.target.placements, strict=True):
+            if isinstance(b, Partial) and a != b:
+                return 0.0
+        return min(self.topology.node.latency_us, self.topology.network.latency_us)
+
+    def _first_paths(self, intermediate: IntermediateLayouts) -> list[Path]:
+        """The direct exchange, and hierarchical reductions."""
+        sequences = [*self._direct_paths(), *intermediate.hierarchical_paths(self.source)]
+        self.prices([(self.source, self.target), *dict.fromkeys(step for path in sequences for step in pairwise(path))])
+        paths = []
+        for layouts in sequences:
+            steps = self.prices(list(pairwise(layouts)))
+            peak = max(step.peak_bytes + (self._source_bytes if i else 0) for i, step in enumerate(steps))
+            paths.append(Path(layouts, sum(step.us for step in steps), peak))
+        return paths
+
     def _paths(self, max_bytes: float) -> list[Path]:
         """Paths to the target, the direct exchange first. A path that exceeds `max_bytes` is not extended."""
-        source, target = self.source, self.target
-        ranks = priced_ranks(self.mesh, self.topology)
+        source, target, least_step_us = self.source, self.target, self._least_step_us
         intermediate = IntermediateLayouts(self.mesh, self.shape, source, target, self.topology)
-        source_bytes = int(shard_elements(ranks, self.shape, source).max()) * ITEMSIZE[self.dtype]
-        # Each further step takes at least a latency, unless it may be local, as steps to a new partial are.
-        becomes_partial = any(
-            isinstance(p, Partial) and p != source.placements[m] for m, p in enumerate(target.placements)
-        )
-        least_step_us = 0.0 if becomes_partial else min(self.topology.node.latency_us, self.topology.network.latency_us)
-        sequences = [*self._direct_paths(), *intermediate.hierarchical_paths(source)]
-        pairs = dict.fromkeys([(source, target), *(pair for layouts in sequences for pair in pairwise(layouts))])
-        priced, paths = dict(zip(pairs, self.prices(list(pairs)), strict=True)), []
-        direct = priced[source, target]
-        for layouts in sequences:
-            steps = [priced[pair] for pair in pairwise(layouts)]
-            peak = max(step.peak_bytes + (source_bytes if i else 0) for i, step in enumerate(steps))
-            paths.append(Path(layouts, sum(step.us for step in steps), peak))
+        paths = self._first_paths(intermediate)
         best = min((path.us for path in paths if path.peak_bytes <= max_bytes), default=math.inf)
-        reached_us, tried = {source: 0.0}, {source}
-        to_target = {a: price for (a, b), price in priced.items() if b == target}
-        queue = [(direct.lower_bound_us, 0, Path((source,), 0.0, 0))]
+        reached_us, tried, to_target = {source: 0.0}, {source}, {source: self.price(source, target)}
+
+        def remaining_us(layout: Layout) -> float:
+            return _WEIGHT * to_target[layout].lower_bound_us
+
+        queue = [(remaining_us(source), 0, Path((source,), 0.0, 0))]
         for index in range(MAX_ROUNDS):
             expanded: list[Path] = []
             while queue and len(expanded) < _LAYOUTS_PER_ROUND and queue[0][0] + least_step_us < best:
                 _, _, path = heapq.heappop(queue)
                 if path.us <= reached_us[path.layouts[-1]]:
                     expanded.append(path)
+            if not expanded:
+                break
             steps_tried = [
                 (path, layout)
                 for path in expanded
                 for layout in intermediate.next_layouts(path.layouts[-1])
                 if reached_us.get(layout, math.inf) > path.us
-                and (layout not in to_target or path.us + to_target[layout].lower_bound_us + least_step_us < best)
+                and (layout not in to_target or path.us + remaining_us(layout) + least_step_us < best)
             ]
             prices = self.prices([(path.layouts[-1], layout) for path, layout in steps_tried], bounded=False)
             extended = [
@@ -155,19 +175,21 @@ class Search:
             for path, layout, step, us in extended:
                 last = to_target[layout]
                 if us >= min(best - least_step_us, reached_us.get(layout, math.inf)) or (
-                    layout in tried_before and path.us + last.lower_bound_us + least_step_us >= best_before
+                    layout in tried_before and path.us + remaining_us(layout) + least_step_us >= best_before
                 ):
                     continue
-                peak = max(path.peak_bytes, step.peak_bytes + (source_bytes if len(path.layouts) > 1 else 0))
+                peak = max(path.peak_bytes, step.peak_bytes + (self._source_bytes if len(path.layouts) > 1 else 0))
                 longer = Path((*path.layouts, layout), us, peak)
-                complete = Path((*longer.layouts, target), us + last.us, max(peak, last.peak_bytes + source_bytes))
+                complete = Path(
+                    (*longer.layouts, target), us + last.us, max(peak, last.peak_bytes + self._source_bytes)
+                )
                 paths.append(complete)
                 if peak > max_bytes:
                     continue
                 reached_us[layout] = us
                 if complete.peak_bytes <= max_bytes:
                     best = min(best, complete.us)
-                heapq.heappush(queue, (us + last.lower_bound_us, len(paths), longer))
+                heapq.heappush(queue, (us + remaining_us(layout), len(paths), longer))
         return paths
 
 

@@ -146,9 +146,9 @@ class PricedRanks:
 
 
 def _sample(size: int) -> np.ndarray:
-    """`SAMPLED` positions of a mesh of `size`, ascending: the last one, and others spread by multiples of the golden
-    ratio (Knuth, The Art of Computer Programming, volume 3, section 6.4), so that they are not alike along a mesh dim
-    as equally spaced positions are."""
+    """`SAMPLED` positions of a mesh of `size`, ascending: the first, the last, and others spread by multiples of the
+    golden ratio (Knuth, The Art of Computer Programming, volume 3, section 6.4), so that they are not alike along a
+    mesh dim as equally spaced positions are."""
     spread = np.arange(SAMPLED - 1) * 0x9E3779B9 % (1 << 32) * size >> 32
     return distinct(np.append(spread, size - 1))
 

@@ -28,6 +28,7 @@ _MAX_PAIRS_AT_ONCE = 1 << 18  # pairs of receiver and holder that are intersecte
 _MAX_CACHED_GROUP = 64  # ranks that exchange with each other, up to which the pairs for any shape are cached
 _MAX_SCALAR_PAIRS = 64  # pairs up to which Python numbers are faster than arrays
 _MAX_EXACT_RANKS = 1024  # ranks of a mesh up to which `communicates` looks at all shards where it has no closed form
+_FIRST_TRIED = 3  # coordinates of the ranks at which it looks first: they hold most, and usually decide
 
 
 def transfer_table(change: LayoutChange, shape: tuple[int, ...], rank: int | None = None) -> TransferTable:
@@ -359,11 +360,17 @@ def communicates(change: LayoutChange, shape: tuple[int, ...], table: TransferTa
         return is_large or transfer_table(change, shape).has_foreign_rows()
     if change.is_strided:
         return is_large or not all(_is_local_at(change, shape, p) for p in range(change.target_mesh.size))
-    if not _is_local_at(change, shape, 0):
-        return True  # the first rank, which is never empty, usually decides
+    mesh = change.target_mesh
+    first = grid([min(size, _FIRST_TRIED) for size in mesh.shape]) @ mesh.strides
+    return any(_any_lacks(change, shape, positions) for positions in (first, np.arange(mesh.size)))
+
+
+def _any_lacks(change: LayoutChange, shape: tuple[int, ...], positions: np.ndarray) -> bool:
+    """Whether one of the ranks at `positions` [n] of the target mesh does not hold all of its target shard, without
+    strided shards."""
     mesh, other = change.target_mesh, change.source_mesh
-    itself = other.positions_of(mesh.rank_array) if change.is_cross_mesh else np.arange(mesh.size)
-    wanted_from, wanted_to = spans_at(shape, change.target, mesh.shape, mesh.coordinates)
+    itself = other.positions_of(mesh.rank_array[positions]) if change.is_cross_mesh else positions
+    wanted_from, wanted_to = spans_at(shape, change.target, mesh.shape, _coordinates(mesh, positions).T)
     held_from, held_to = spans_at(shape, change.source, other.shape, _coordinates(other, itself).T)
     wanted = (wanted_from < wanted_to).all(axis=0)
     inside = ((held_from <= wanted_from) & (wanted_to <= held_to)).all(axis=0) & (itself >= 0)
