@@ -42,12 +42,20 @@ class TokenCase:
     experts: int = 64
     hidden: int = 128
     dtype: torch.dtype = torch.bfloat16
+    quantize: str | None = None  # of dispatch and of combine
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens, top {self.top_k} of {self.experts} experts, hidden {self.hidden}"
+        text = f"{self.tokens} tokens, top {self.top_k} of {self.experts} experts, hidden {self.hidden}"
+        return text if self.quantize is None else f"{text}, {self.quantize}"
 
 
-CASES = (TokenCase(256), TokenCase(16))
+CASES = (
+    TokenCase(256),
+    TokenCase(16),
+    TokenCase(256, quantize="fp8_128"),
+    TokenCase(16, quantize="fp8_128"),
+    TokenCase(256, quantize="mxfp8"),
+)
 
 
 class SeparateMemory:
@@ -95,6 +103,7 @@ class TokenWork:
             self.dispatcher = TokenDispatcher(
                 num_experts=case.experts, top_k=case.top_k, hidden=case.hidden, max_tokens=case.tokens,
                 dtype=case.dtype, overflow="drop", pooled_buffers=2, transport="symmetric_memory",
+                quantize=case.quantize, quantize_output=case.quantize,
             )  # fmt: skip
         generator = torch.Generator().manual_seed(1)
         scores = torch.rand(case.tokens, case.experts, generator=generator)
@@ -108,7 +117,7 @@ class TokenWork:
             matrix[1:, :-1] = matrix[0, :-1]
             matrix[1:, -1] = torch.arange(1, RANKS) * each + 1  # a pooled buffer of each rank
             self.routed = self.dispatch()
-            self.values = torch.ones_like(self.routed.x)
+            self.values = torch.ones(len(self.routed.x), case.hidden, dtype=case.dtype)
 
     def dispatch(self) -> RoutedTokens:
         return self.dispatcher.dispatch(self.x, self.ids, self.weights)
@@ -123,8 +132,9 @@ class TokenWork:
     @property
     def payload(self) -> int:
         """Bytes of the rows that go to peers or come from them."""
-        each = self.case.experts // RANKS
-        return int((self.ids >= each).sum()) * self.case.hidden * self.case.dtype.itemsize
+        each, packed = self.case.experts // RANKS, self.dispatcher.config.packed
+        of_row = self.case.hidden * self.case.dtype.itemsize if packed is None else 4 * packed.words
+        return int((self.ids >= each).sum()) * of_row
 
 
 class _NullKernel:
