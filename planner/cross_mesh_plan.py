@@ -19,11 +19,9 @@ from .layouts.index_sets import held_sizes
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh, union_mesh
 from .layouts.placements import Partial, Replicate, Shard
-from .path import Path
+from .path import Path, with_others
 from .program import Program
 from .request import Request
-
-_OTHERS = 3  # rejected paths that a program lists
 
 Leg = tuple[Mesh, Layout, Mesh, Layout]
 """One part of a path: source mesh, source layout, target mesh, target layout."""
@@ -56,7 +54,7 @@ def plan_cross_mesh(request: Request) -> Program:
     paths.sort(key=lambda entry: (entry[0].us, len(entry[1])))
 
     def program(index: int, rank: int | None) -> Program:
-        others = () if topology is None else tuple(path for i, (path, _) in enumerate(paths) if i != index)[:_OTHERS]
+        others = () if topology is None else with_others([path for path, _ in paths], index).others
         return _program(request, paths[index][1], others, rank)
 
     if max_bytes is None:
@@ -110,7 +108,7 @@ def _path(legs: list[Leg], shape: tuple[int, ...], dtype: str, topology: Topolog
         prices = [step_price_between(*leg, shape, dtype, topology) for leg in legs]
         source_bytes = _largest_shard(shape, legs[0][1], legs[0][0]) * ITEMSIZE[dtype]
         peak = max(p.peak_bytes + (source_bytes if i else 0) for i, p in enumerate(prices))
-        return Path(layouts, sum(round(p.us, 3) for p in prices), peak)
+        return Path(layouts, topology.call_us * bool(legs) + sum(round(p.us, 3) for p in prices), peak)
     received = 0
     for mesh, a, other, b in legs:
         contributors = layout_change(mesh, dtype, a, b, None, other).contributors

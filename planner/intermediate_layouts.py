@@ -19,7 +19,7 @@ class IntermediateLayouts:
     """The intermediate layouts between `source` and `target`, in which mesh dims of size 1 are replicated."""
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, topology: Topology) -> None:
-        self.target, self.mesh_shape, self.has_only_node_size = target, mesh.shape, topology.has_only_node_size
+        self.target, self.mesh_shape = target, mesh.shape
         # Strided tensor dims have no order: mesh dims cut them in ascending order.
         shards = (*source.placements, *target.placements)
         self.strided = {p.dim for p in shards if isinstance(p, StridedShard) and not p.own}
@@ -52,7 +52,7 @@ class IntermediateLayouts:
         partial = self._reduced_dims(source)
         # Across three and more nodes, scattering sums and gathering them moves less than every node adding all terms.
         scattered = [m for m in partial if m in self.across and self.target.placements[m] == Replicate()]
-        nodes = 1 if self.has_only_node_size else math.prod(self.mesh_shape[m] for m in scattered)
+        nodes = math.prod(self.mesh_shape[m] for m in scattered)
         paths: list[tuple[Layout, ...]] = []
         for group in (self.inside, [m for m in partial if m in self.inside]):
             for shard in self.shards:
@@ -68,6 +68,7 @@ class IntermediateLayouts:
     def next_layouts(self, layout: Layout) -> list[Layout]:
         """The layouts that a step from `layout` may lead to, besides the target:
 
+        - the same placements, in the target's shard order where the same mesh dims cut a tensor dim;
         - the mesh dims inside nodes, all at once, as in the target, replicated, or sharding one tensor dim;
         - the mesh dims across nodes, all at once, as in the target;
         - the target with mesh dims inside nodes (all, one, or those that it replicates) sharding one tensor dim, so
@@ -85,7 +86,7 @@ class IntermediateLayouts:
         changes += [((m,), shard) for m in dict.fromkeys((*self.across, *partial)) for shard in self.shards]
         changed = [self._placements(layout, mesh_dims, placement) for mesh_dims, placement in changes]
         layouts = [self._ordered(layout, placements) for placements in dict.fromkeys(changed) if placements is not None]
-        return list(dict.fromkeys([layout, self.target, *self.scattered_targets, *layouts]))[2:]
+        return [x for x in dict.fromkeys([*self.scattered_targets, *layouts]) if x not in (layout, self.target)]
 
     def _reduced_dims(self, layout: Layout) -> list[int]:
         """The partial mesh dims of `layout` that are not the same in the target."""

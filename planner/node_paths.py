@@ -16,6 +16,8 @@ from .exchange.node_change import NodeChange, layout_change
 from .exchange.senders import transfer_table
 from .exchange.transfer_table import elements_into_nodes
 from .layouts.distinct import numbered
+from .layouts.dtypes import ITEMSIZE
+from .layouts.index_sets import held_sizes
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh
 from .layouts.node_layout import MAX_RANKS, Kind, NodeLayout
@@ -66,11 +68,12 @@ def node_paths(
         return []
     paths: list[Path] = []
     prices: dict[tuple[Layout, Layout], StepPrice] = {}
+    source_bytes = math.prod(held_sizes(shape, source, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
 
     def add(layouts: tuple[Layout, ...]) -> None:
         us, peak = topology.call_us, 0
         most = _PROMISING * min([path.us for path in paths], default=math.inf)
-        for a, b in pairwise(layouts):
+        for i, (a, b) in enumerate(pairwise(layouts)):
             if us > most:
                 return
             if (a, b) not in prices:
@@ -79,7 +82,7 @@ def node_paths(
                 prices[a, b] = node_step_price(change, shape, topology)
             step = prices[a, b]
             us += round(step.us, 3)
-            peak = max(peak, step.peak_bytes)
+            peak = max(peak, step.peak_bytes + (source_bytes if i else 0))
         paths.append(Path(layouts, us, peak))
 
     for layouts in dict.fromkeys(_paths(mesh, shape, source, target, topology)):

@@ -58,9 +58,11 @@ def plan(
             Positions then refer to the ranks of both meshes, those of `mesh` first (`Program.mesh`).
         rank: a mesh position: plan its part only, in time proportional to the number of its peers. None: plan all
             ranks.
-        topology: the links between ranks; the program is the cheapest found on them. A mesh dim that spans several
-            nodes is split in two in the program, between nodes and inside them, at the same positions (as is one along
-            which over 512 terms are summed). None: all links are alike, and bytes alone decide.
+        topology: the links between ranks; the program is the cheapest found on them. Where nodes are not the product of
+            mesh dims, it is the one by which the busiest node receives least among those that cost up to 1.2 times as
+            much; with `max_bytes` not all of them are tried. A mesh dim that spans several nodes is split in two in the
+            program, between nodes and inside them, at the same positions (as is one along which over 512 terms are
+            summed). None: all links are alike, and bytes alone decide.
         max_bytes: the bytes that a rank may hold at most: input, output and intermediate results. On more than 128
             ranks this is checked by the estimates for 16 of them.
 
@@ -161,7 +163,7 @@ def redistribute_cost(
     target: Layout | str,
     topology: Topology = NVLINK_NODE,
 ) -> float:
-    """The estimated microseconds of the cheapest program on the slowest rank, without building the program; cached.
+    """The estimated microseconds of the program of `plan` on the slowest rank, without building the program; cached.
 
     Args and errors as for `plan`.
     """
@@ -237,8 +239,10 @@ class _Ends(NamedTuple):
         """The change from `reduced` to `target`; None if no last step is needed."""
         if self.mesh == self.target_mesh:
             return None
-        layouts = (x.without_size_one(mesh.shape) for mesh, x in (self[:3:2], self[3:]))
-        return layout_change(self.mesh, dtype, *layouts, nodes, self.target_mesh)
+        source, target = (
+            self.reduced.without_size_one(self.mesh.shape), self.target.without_size_one(self.target_mesh.shape)
+        )  # fmt: skip
+        return layout_change(self.mesh, dtype, source, target, nodes, self.target_mesh)
 
 
 def _split_ends(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, topology: Topology | None) -> _Ends:
@@ -268,32 +272,40 @@ def _search(
 ) -> _SearchResult:
     normalized_layouts(mesh, len(shape), dtype, source, target)  # for its checks
     ends = _split_ends(mesh, shape, source, target, topology)
-    mesh, source, target = ends[:3]
-    start, end = source.without_size_one(mesh.shape), target.without_size_one(mesh.shape)
+    mesh = ends.mesh
+    start, end = ends.source.without_size_one(mesh.shape), ends.reduced.without_size_one(mesh.shape)
+    source_bytes = math.prod(held_sizes(shape, start, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
     if start == end:
-        nbytes = math.prod(held_sizes(shape, start, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
-        if max_bytes is not None and nbytes > max_bytes:
-            raise ArgumentError(f"max_bytes: {max_bytes}; allowed: at least {nbytes}, the size of a shard of ({start})")
-        return _SearchResult(ends, Path((start,), 0.0, nbytes))
+        if max_bytes is not None and source_bytes > max_bytes:
+            raise ArgumentError(
+                f"max_bytes: {max_bytes}; allowed: at least {source_bytes}, the size of a shard of ({start})"
+            )
+        return _SearchResult(ends, Path((start,), 0.0, source_bytes))
     search = Search(mesh, shape, dtype, start, end, topology)
     last = ends.last_change(dtype, topology.rank_nodes)
-    last_us = 0.0 if last is None else round(cross_mesh_price(last, shape, topology).us, 3)
+    last_price = None if last is None else cross_mesh_price(last, shape, topology)
+
+    def with_last(path: Path) -> Path:
+        """The path with the price of the last step."""
+        if last_price is None:
+            return path
+        us, peak = path.us + round(last_price.us, 3), max(path.peak_bytes, source_bytes + last_price.peak_bytes)
+        return replace(path, us=us, peak_bytes=peak, others=tuple(map(with_last, path.others)))
+
     if max_bytes is None:
         found = search.cheapest()
         path = best_path(mesh, shape, dtype, start, end, topology, found)
         if path is not found:
             path = replace(path, others=(replace(found, others=()), *found.others))
-        others = tuple([replace(other, us=other.us + last_us) for other in path.others])
-        return _SearchResult(ends, replace(path, us=path.us + last_us, others=others))
+        return _SearchResult(ends, with_last(path))
 
     def peak_bytes(path: Path) -> int:
         """The bytes that a rank holds at most: exact from the boxes, or on a large mesh the estimate."""
         if mesh.size > PRICED_WHOLE:
-            return path.peak_bytes
+            return with_last(path).peak_bytes
         return max(_program(ends, shape, dtype, path, None, topology).peak_bytes)
 
-    path = search.cheapest_within(max_bytes, peak_bytes)
-    return _SearchResult(ends, replace(path, us=path.us + last_us))
+    return _SearchResult(ends, with_last(search.cheapest_within(max_bytes, peak_bytes)))
 
 
 def _program(

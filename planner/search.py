@@ -20,7 +20,7 @@ from .layouts.dtypes import ITEMSIZE
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh
 from .layouts.placements import Partial
-from .path import Path
+from .path import Path, with_others
 
 MAX_ROUNDS = 4
 """Rounds of a search; each expands the most promising layouts reached so far."""
@@ -28,7 +28,6 @@ _LAYOUTS_PER_ROUND = 2  # pricing many steps together is cheaper than one by one
 _WEIGHT = 1.2
 """Lower bounds count this many times, as in weighted A* (Pohl, 1970), so that fewer layouts are expanded. The path
 found may cost this many times as much as that of a longer search; prices are not more exact than that."""
-_OTHERS = 3  # rejected paths that a path lists
 _SMALLEST = 8  # paths of least estimated memory among which the error of `cheapest_within` looks for the smallest
 
 
@@ -67,7 +66,7 @@ class Search:
 
     def cheapest(self) -> Path:
         """The cheapest path found."""
-        return _with_others(self.ranked(), 0)
+        return with_others(self.ranked(), 0)
 
     def cheapest_within(self, max_bytes: int, peak_bytes: Callable[[Path], int]) -> Path:
         """The cheapest path found on which no rank holds more than `max_bytes`.
@@ -82,11 +81,14 @@ class Search:
         for i, path in enumerate(ranked):
             # The estimate charges equal holders equal shares of a box, which in fact one of them sends: it may be off.
             if path.peak_bytes <= 2 * max_bytes and peak_bytes(path) <= max_bytes:
-                return _with_others(ranked, i)
-        ranked = sorted([*ranked, *self.ranked()], key=lambda path: path.peak_bytes)
-        smallest = min(ranked[:_SMALLEST], key=peak_bytes)
+                return with_others(ranked, i)
+        smallest_first = sorted(dict.fromkeys([*ranked, *self.ranked()]), key=lambda path: path.peak_bytes)
+        peaks = {path: peak_bytes(path) for path in smallest_first[:_SMALLEST]}
+        smallest = min(peaks, key=peaks.__getitem__)
+        if peaks[smallest] <= max_bytes:
+            return with_others([smallest, *(path for path in ranked if path != smallest)], 0)
         raise ArgumentError(
-            f"max_bytes: {max_bytes}; allowed: at least {peak_bytes(smallest)}, needed by the smallest plan found, "
+            f"max_bytes: {max_bytes}; allowed: at least {peaks[smallest]}, needed by the smallest plan found, "
             f"{smallest}"
         )
 
@@ -191,10 +193,3 @@ class Search:
                     best = min(best, complete.us)
                 heapq.heappush(queue, (us + remaining_us(layout), len(paths), longer))
         return paths
-
-
-def _with_others(ranked: Sequence[Path], chosen: int) -> Path:
-    """The chosen path, with the next best and the direct exchange as its `others`."""
-    others = [path for i, path in enumerate(ranked) if i != chosen]
-    listed = [path for i, path in enumerate(others) if i < _OTHERS or len(path.layouts) == 2]
-    return replace(ranked[chosen], others=tuple(listed))

@@ -1,4 +1,4 @@
-"""The cost model of steps between two meshes, counted box by box, beside that of steps on one mesh (`cost`)."""
+"""The cost model of steps between two meshes, counted box by box, beside that of steps on one mesh (`step_cost`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step_price_between(
 
 
 def cross_mesh_price(change: LayoutChange, shape: tuple[int, ...], topology: Topology) -> StepPrice:
-    """The price of a change between meshes, by the rules of `cost.step_price`.
+    """The price of a change between meshes, by the rules of `step_cost.step_price`.
 
     Counted box by box, on the ranks of `priced_ranks`.
     """

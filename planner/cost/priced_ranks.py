@@ -52,7 +52,7 @@ class PricedRanks:
         inside: the mesh dims of size 2 and more that stay inside nodes.
         nics: [q] the index of the NIC of each rank; None if each rank has its own.
         nic_members: [nics, q] whether the rank uses the NIC.
-        sharing: [r] the ranks of the mesh that use the NIC of the receiver.
+        sharing: [r] the number of ranks of the mesh that use the NIC of the receiver.
         nics_on: [nodes] the number of NICs of each node that ranks of the mesh use.
     """
 

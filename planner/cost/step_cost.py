@@ -82,7 +82,7 @@ class _Elements(NamedTuple):
     Attributes:
         common: [k, r, p] those that receiver r wants and its peer holds.
         before, after: [k, r] those that receiver r holds before and after the change.
-        senders: [k, r] the ranks that receiver r receives from, itself included, if shards are even: the number of
+        senders: [k, r] the number of ranks that receiver r receives from, itself included, if shards are even: of
             source shards that its target shard meets, times the number of terms. None where all ranks are priced.
     """
 
@@ -159,6 +159,9 @@ def _prices(
         sent = np.maximum(before * average - own, 0) * received.any(axis=1, keepdims=True)
         if at.one_node:
             near_in, near_out = received, sent
+            if node.message_us:
+                assert senders is not None
+                near_peers = (received > 0) * np.maximum(senders - (own > 0), 1)
         else:
             entering = missing.sum(axis=1, keepdims=True) / np.maximum(received.sum(axis=1, keepdims=True), 1)
             far_in, far_out, near_out = missing, sent * entering, sent * (1 - entering)
@@ -171,7 +174,7 @@ def _prices(
     received = near_in + far_in
     packed = (0 if node.one_sided else near_in + near_out) + (0 * own if network.one_sided else far_in + far_out)
     terms = [(c.contributors, c.contributors > 1 and c.is_local) for c in changes]
-    staged_terms = np.array([[0 if number == 1 else number - itself] for number, itself in terms])
+    staged_terms = np.array([[0 if number == 1 else number - has_own] for number, has_own in terms])
     staged = packed + staged_terms * after
     split = np.array([[bool(change.split)] for change in changes])
     filled = split * (after - (own + received) / contributors)

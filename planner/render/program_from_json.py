@@ -241,7 +241,7 @@ def _layout(
 
 def _path(place: str, given: Any) -> Path:
     """A rejected path, which is only shown."""
-    _check_keys(place, given, ("layouts", "us", "peak_bytes"))
+    _check_keys(place, given, ("layouts", "us", "peak_bytes", "over_max_bytes"))
     layouts = [
         _made(f"{place}.layouts[{i}]", Layout.parse, text.partition(" | ")[0] if isinstance(text, str) else text)
         for i, text in enumerate(_list(f"{place}.layouts", given["layouts"]))
@@ -250,7 +250,9 @@ def _path(place: str, given: Any) -> Path:
         raise _wrong(f"{place}.us", given["us"], "microseconds, 0 or more")
     if type(given["peak_bytes"]) is not int or not 0 <= given["peak_bytes"] < _MAX_NUMBER:
         raise _wrong(f"{place}.peak_bytes", given["peak_bytes"], "bytes, 0 or more")
-    return Path(tuple(layouts), given["us"], given["peak_bytes"])
+    if type(given["over_max_bytes"]) is not bool:
+        raise _wrong(f"{place}.over_max_bytes", given["over_max_bytes"], "true, false")
+    return Path(tuple(layouts), given["us"], given["peak_bytes"], over_max_bytes=given["over_max_bytes"])
 
 
 def _wrong(place: str, given: object, allowed: str) -> ArgumentError:

@@ -26,7 +26,12 @@ def to_dict(program: ProgramBase) -> dict[str, Any]:
         "steps": [step_to_dict(program, step) for step in program.steps],
         "topology": None if program.topology is None else program.topology.to_dict(),
         "others": [
-            {"layouts": [str(x) for x in path.layouts], "us": path.us, "peak_bytes": path.peak_bytes}
+            {
+                "layouts": [str(x) for x in path.layouts],
+                "us": path.us,
+                "peak_bytes": path.peak_bytes,
+                "over_max_bytes": path.over_max_bytes,
+            }
             for path in program.others
         ],
         **{name: getattr(program, name) for name in TOTALS},

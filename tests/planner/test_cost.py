@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from shardweave import NVLINK_INFINIBAND, Layout, Mesh
+from shardweave import NVLINK_INFINIBAND, NVLINK_NODE, Layout, Link, Mesh
 from shardweave.bench.planning import scale
 from shardweave.planner import MachineFigures, found_topology
 from shardweave.planner.cost import priced_ranks
@@ -43,6 +44,15 @@ def test_step_price_of_sampled_ranks(
     exact = step_price(change, shape, NVLINK_INFINIBAND).us
     priced_ranks.priced_ranks.cache_clear()
     assert sampled == pytest.approx(exact, rel=0.1)
+
+
+def test_step_price_of_sampled_ranks_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank waits for all others, not for the sampled ones."""
+    topology = replace(NVLINK_NODE, node=Link(5.0, 100.0, one_sided=True, message_us=1.0))
+    for source, target, peers in (("S0", "R", 255), ("S0", "S1", 255), ("R", "S0", 0)):
+        change = LayoutChange(Mesh((256,)), "bfloat16", Layout.parse(source), Layout.parse(target))
+        us = step_price(change, (256, 256), topology).us
+        assert (us // 1 >= 5 + peers) == (peers > 0) and us < 10 + peers
 
 
 SAMPLED_CASES = [case for case in scale.cases(256, 45, seed=7) if case.family != "strided"]

@@ -43,6 +43,9 @@ def test_call_us_added_once_per_call() -> None:
         assert redistribute_cost(*request_on_mesh, slow) == pytest.approx(program.cost_us)
         assert [other.us for other in program.others] == pytest.approx([other.us + 1000 for other in without.others])
     assert plan((4, 2), (8, 8), "float32", "R R", "R R", topology=slow).cost_us == 0
+    other = Mesh((2, 4), ranks=range(8, 16))
+    between = [plan((4, 2), (64, 64), "float32", "S0 R", "S1 R", target_mesh=other, topology=x) for x in (slow, free)]
+    assert [x.us for x in between[0].others] == pytest.approx([x.us + 1000 for x in between[1].others])
 
 
 def test_call_us_added_once_per_batch() -> None:
