@@ -298,10 +298,10 @@ def group_rows_cpu(
     ends -= (ends - padded)[physical_experts.first.numpy()]
     begins, ends = np.minimum(ends - padded, capacity), np.minimum(ends, capacity)
     fits = np.minimum(kept, ends - begins)
-    overflow = np.array([total.sum() - fits.sum(), table[:, -1].sum(dtype=np.int64)])
-    own = ends[low:high].astype(np.int32)
+    overflow = np.array([total.sum() - fits.sum(), table[:, -1].sum()])
+    own, limit = ends[low:high].astype(np.int32), np.minimum(np.maximum(fits - before, 0), counts[me])
     groups = (
-        (begins + before).astype(np.int32), np.clip(fits - before, 0, counts[me]).astype(np.int32), own,
+        (begins + before).astype(np.int32), limit.astype(np.int32), own,
         fits[low:high].copy(), (ends - begins)[low:high], own.max(initial=0, keepdims=True), overflow,
     )  # fmt: skip
     return Groups(*map(host_tensor, groups))

@@ -76,15 +76,16 @@ class Pairs:
         destinations: int,
         groups: npt.NDArray[np.integer] | None = None,
     ) -> None:
-        self._tokens, self._k, self._destinations = len(key), max(key.shape[1], 1), destinations
+        k = max(key.shape[1], 1)
+        self._tokens, self._destinations = len(key), destinations
         keys, rows = key.reshape(-1), row.reshape(-1).astype(np.int64)
-        pair = np.flatnonzero(rows >= 0)
-        if len(pair) < len(rows):
-            keys, rows = keys[pair], rows[pair]
-            groups = None if groups is None else groups.reshape(-1)[pair]
-        destination, kth = np.divmod(keys, self._k)
-        token = pair // self._k
-        self._by_token = token, kth, rows, destination
+        at = (rows >= 0).nonzero()[0]
+        if len(at) < len(rows):
+            keys, rows = keys[at], rows[at]
+            groups = None if groups is None else groups.reshape(-1)[at]
+        destination, token = keys // k, at // k
+        kth = keys - destination * k
+        self._by_token = token, token * k + kth, rows, destination
         order = _stable_order(destination.astype(np.int64) << 32 | rows if groups is None else groups.reshape(-1))
         self.token, self.kth, self.row, self._of_row = token[order], kth[order], rows[order], destination[order]
         self.sizes: list[int] = np.bincount(destination, minlength=destinations).tolist()
@@ -94,10 +95,11 @@ class Pairs:
     def runs(self) -> list[PairRun]:
         """All pairs in as few runs as possible: one per physical expert that this rank has rows for."""
         if self._runs is None:
-            begins = np.flatnonzero(_changes(self.row - np.arange(len(self.row))) | _changes(self._of_row))
-            ends = [*begins[1:].tolist(), len(self.row)]
-            destination, row = self._of_row[begins].tolist(), self.row[begins].tolist()
-            self._runs = [PairRun(*run) for run in zip(destination, begins.tolist(), ends, row, strict=False)]
+            # Equal in a run alone: between destinations it changes by more than rows and pairs do.
+            line = self.row - np.arange(len(self.row)) + (self._of_row.astype(np.int64) << 32)
+            begins = _changes(line).nonzero()[0]
+            destination, row, begin = self._of_row[begins].tolist(), self.row[begins].tolist(), begins.tolist()
+            self._runs = list(map(PairRun, destination, begin, [*begin[1:], len(line)], row))
         return self._runs
 
     def parts(self) -> list[PairPart]:
@@ -112,41 +114,43 @@ class Pairs:
         return self._sums[most]
 
     def _new_sums(self, most: int) -> list[PairSums]:
-        token, kth, row, destination = self._by_token
+        token, pair, row, destination = self._by_token
         # All chunks are sorted at once: by chunk, first pairs and others, destination.
-        first = _changes(token * self._destinations + destination)  # a token's pairs at a destination adjoin
-        chunk, kinds = token // most, 2 * self._destinations
-        key = chunk * kinds + np.where(first, destination, destination + self._destinations)
-        order, chunks = _stable_order(key), -(-self._tokens // most)
-        sizes = np.bincount(key, minlength=chunks * kinds).reshape(chunks, kinds)
-        ends = sizes.sum(1).cumsum()
-        begins, firsts = ends - sizes.sum(1), sizes[:, : self._destinations].sum(1)
-        chunk, of_run = chunk[order], (first.cumsum() - 1)[order]  # pairs of a token at a destination are a run
-        lead, is_first = np.empty(np.count_nonzero(first), np.int64), first[order]
-        lead[of_run[is_first]] = np.flatnonzero(is_first) - begins[chunk[is_first]]
-        pair, row = (token * self._k + kth)[order], row[order]
-        of_chunk, lead_of = torch.from_numpy(token[order] - chunk * most), torch.from_numpy(lead[of_run])
-        return [
-            PairSums(
-                pair[begin:end], row[begin:end], of_chunk[begin : begin + m], lead_of[begin + m : end],
-                *self._parts_of(of_parts),
+        chunks, number = -(-self._tokens // most), self._destinations
+        place = token * number + destination
+        first = _changes(place)  # a token's pairs at a destination adjoin
+        key = token // most * (2 * number) + np.where(first, destination, destination + number)
+        order = _stable_order(key)
+        pair, row, place = pair[order], row[order], place[order]
+        sizes = np.bincount(key, minlength=chunks * 2 * number).reshape(chunks, 2 * number)
+        ends = sizes.cumsum(1)  # of parts, in their chunk
+        firsts, of_chunks = ends[:, number - 1], ends[:, -1]
+        begins = of_chunks.cumsum() - of_chunks
+        index, is_first = np.arange(len(row)) - begins.repeat(of_chunks), first[order].nonzero()[0]
+        lead = np.empty(self._tokens * number, np.int64)
+        lead[place[is_first]] = index[is_first]
+        of_chunk, lead_of = torch.from_numpy(token[order] % most), torch.from_numpy(lead[place])
+        results = []
+        for begin, m, n, bounds in zip(
+            begins.tolist(), firsts.tolist(), of_chunks.tolist(), ends.tolist(), strict=True
+        ):
+            end, parts = begin + n, self._parts_of(bounds)
+            results.append(
+                PairSums(pair[begin:end], row[begin:end], of_chunk[begin : begin + m], lead_of[begin + m : end], *parts)
             )
-            for begin, end, m, of_parts in zip(
-                begins.tolist(), ends.tolist(), firsts.tolist(), sizes.tolist(), strict=True
-            )
-        ]  # fmt: skip
+        return results
 
-    def _parts_of(self, sizes: Sequence[int]) -> tuple[list[PairPart], int]:
-        """The parts of first pairs and of others with these sizes, of those that have any; the number of the former."""
-        ends = [0, *itertools.accumulate(sizes)]
-        parts = [PairPart(i % self._destinations, ends[i], ends[i + 1]) for i, size in enumerate(sizes) if size]
-        return parts, sum(size > 0 for size in sizes[: self._destinations])
+    def _parts_of(self, ends: Sequence[int]) -> tuple[list[PairPart], int]:
+        """The parts of first pairs and of others that end there, of those that have any; the number of the former."""
+        number = self._destinations
+        parts = [PairPart(i % number, *of) for i, of in enumerate(itertools.pairwise((0, *ends))) if of[0] < of[1]]
+        return parts, sum(part.end <= ends[number - 1] for part in parts)
 
 
 def _stable_order(keys: npt.NDArray[np.integer]) -> Ints:
     """The order of numbers that are not negative; equal ones stay in theirs."""
     few = int(keys.max(initial=0)) < 1 << 15  # numpy sorts 16-bit numbers by radix
-    return np.argsort(keys.astype(np.int16) if few else keys, kind="stable")
+    return (keys.astype(np.int16) if few else keys).argsort(kind="stable")
 
 
 def _changes(values: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:

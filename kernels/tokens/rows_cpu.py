@@ -16,10 +16,14 @@ class HostRows:
     """The rows of a tensor on the CPU, for `take`. They may be strided; those to be written are contiguous.
 
     Rows are copied by numpy, whose calls cost less than torch's, unless torch has threads to share them.
+
+    Attributes:
+        threads: those of torch.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
-        self._rows, self._array = rows.detach(), None if torch.get_num_threads() > 1 else host_array(rows)
+        self.threads = torch.get_num_threads()
+        self._rows, self._array = rows.detach(), None if self.threads > 1 else host_array(rows)
 
     def take(self, source: HostRows, index: Ints, begin: int) -> None:
         """Copy the rows `index` of `source` to the rows from `begin` on."""
@@ -28,13 +32,6 @@ class HostRows:
             source._array.take(index, 0, self._array[begin:end], "clip")  # what is not clipped goes through a buffer
         else:
             torch.index_select(source._rows, 0, torch.from_numpy(index), out=self._rows[begin:end])
-
-    def put(self, source: HostRows, index: Ints) -> None:
-        """Copy all rows of `source` to the rows `index`."""
-        if self._array is not None and source._array is not None:
-            self._array[index] = source._array
-        else:
-            self._rows.index_copy_(0, torch.from_numpy(index), source._rows)
 
 
 def host_rows(tensors: Sequence[torch.Tensor]) -> list[HostRows]:
