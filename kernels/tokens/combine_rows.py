@@ -26,7 +26,6 @@ from ...errors import ArgumentError
 from ..dtypes import ELEMENTS, decode, encode, poison_word
 from ..fused_signals import is_last_program, overwrite
 from ..launch import Constants, Launches, interpreted, registers_of_sm, runs_on
-from .pairs_cpu import PairPart
 from .quantize_rows import QuantizedRows
 from .rows import (
     CHUNK,
@@ -293,22 +292,23 @@ def combine_rows_cpu(
     quantized: QuantizedRows | None = None,
 ) -> None:
     """combine_rows on the CPU, some tokens at a time so that intermediates stay in the cache."""
-    k, hidden, dtype = rows.key.shape[1], out.shape[1], out.dtype
+    k, (tokens, hidden), dtype = rows.key.shape[1], out.shape, out.dtype
     numbers = None if weights is None else host_array(weights).reshape(-1, 1)
     node_of = None if nodes is None else nodes.tolist()
     # Half of the cache is left to the rows of the result and to those that are read.
     pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(2 * k * hidden, 1))
     # One small scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
-    scratch = torch.empty((min(most, len(out)) * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
+    scratch = torch.empty((min(most, tokens) * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
     read, sources = HostRows(scratch), buffers.host_rows()
     one_source = len(set(sources)) == 1
     # Accumulate in the result itself where it is float32 and `add` does not alias it.
     here = dtype is torch.float32 and add is None
-    adds = itertools.repeat(None) if add is None else add.split(most)
-    for sums, result, added in zip(pairs.sums(most), out.split(most), adds, strict=False):
+    for i, sums in enumerate(pairs.sums(most)):
+        these = slice(i * most, (i + 1) * most)
+        result = out[these]
         total = result.zero_() if here else torch.zeros_like(result, dtype=torch.float32)
         row, firsts = sums.row, sums.token.shape[0]
-        for destination, begin, end in (PairPart(0, 0, len(row)),) if one_source else sums.parts:
+        for destination, begin, end in ((0, 0, len(row)),) if one_source else sums.parts:
             read.take(sources[destination], row[begin:end], begin)
         value = scratch if len(row) == scratch.shape[0] else scratch[: len(row)]
         value = value.float() if quantized is None else quantized.values(value, hidden)
@@ -323,13 +323,13 @@ def combine_rows_cpu(
             total.index_add_(0, sums.token, partial)
         else:
             of_node = torch.empty_like(total)
-            for _, of_parts in itertools.groupby(sums.parts[: sums.firsts], lambda part: node_of[part.destination]):
+            for _, of_parts in itertools.groupby(sums.parts[: sums.firsts], lambda part: node_of[part[0]]):
                 _, begins, ends = zip(*of_parts, strict=True)
                 these_pairs = slice(begins[0], ends[-1])
                 of_node.zero_().index_add_(0, sums.token[these_pairs], partial[these_pairs])
                 total.add_(of_node.to(dtype))
-        if added is not None:
-            total.add_(added)
+        if add is not None:
+            total.add_(add[these])
         if not here:
             result.copy_(total)
 

@@ -16,21 +16,11 @@ import torch
 Ints = npt.NDArray[np.int64]
 
 
-class PairRun(NamedTuple):
-    """Pairs `begin` to `end` (exclusive), whose rows are at one destination and contiguous from `row` on."""
-
-    destination: int
-    begin: int
-    end: int
-    row: int
-
-
-class PairPart(NamedTuple):
-    """Pairs `begin` to `end` (exclusive), whose rows are at one destination."""
-
-    destination: int
-    begin: int
-    end: int
+PairRun = tuple[int, int, int, int]
+"""(destination, begin, end, row): pairs `begin` to `end` (exclusive), whose rows are at one destination and contiguous
+from `row` on."""
+PairPart = tuple[int, int, int]
+"""(destination, begin, end): pairs `begin` to `end` (exclusive), whose rows are at one destination."""
 
 
 class PairSums(NamedTuple):
@@ -99,13 +89,13 @@ class Pairs:
             line = self.row - np.arange(len(self.row)) + (self._of_row.astype(np.int64) << 32)
             begins = _changes(line).nonzero()[0]
             destination, row, begin = self._of_row[begins].tolist(), self.row[begins].tolist(), begins.tolist()
-            self._runs = list(map(PairRun, destination, begin, [*begin[1:], len(line)], row))
+            self._runs = list(zip(destination, begin, [*begin[1:], len(line)], row, strict=False))
         return self._runs
 
     def parts(self) -> list[PairPart]:
         """All pairs by destination, of those that have any."""
         ends = [0, *itertools.accumulate(self.sizes)]
-        return [PairPart(i, *bounds) for i, bounds in enumerate(itertools.pairwise(ends)) if self.sizes[i]]
+        return [(i, *bounds) for i, bounds in enumerate(itertools.pairwise(ends)) if self.sizes[i]]
 
     def sums(self, most: int) -> list[PairSums]:
         """The pairs of each `most` consecutive tokens."""
@@ -124,37 +114,35 @@ class Pairs:
         pair, row, place = pair[order], row[order], place[order]
         sizes = np.bincount(key, minlength=chunks * 2 * number).reshape(chunks, 2 * number)
         ends = sizes.cumsum(1)  # of parts, in their chunk
-        firsts, of_chunks = ends[:, number - 1], ends[:, -1]
-        begins = of_chunks.cumsum() - of_chunks
-        index, is_first = np.arange(len(row)) - begins.repeat(of_chunks), first[order].nonzero()[0]
+        chunk_ends = ends[:, -1].cumsum()
+        begins = chunk_ends - ends[:, -1]
+        index, firsts = np.arange(len(row)) - begins.repeat(ends[:, -1]), first[order].nonzero()[0]
         lead = np.empty(self._tokens * number, np.int64)
-        lead[place[is_first]] = index[is_first]
-        of_chunk, lead_of = torch.from_numpy(token[order] % most), torch.from_numpy(lead[place])
-        results = []
-        for begin, m, n, bounds in zip(
-            begins.tolist(), firsts.tolist(), of_chunks.tolist(), ends.tolist(), strict=True
-        ):
-            end, parts = begin + n, self._parts_of(bounds)
-            results.append(
-                PairSums(pair[begin:end], row[begin:end], of_chunk[begin : begin + m], lead_of[begin + m : end], *parts)
+        lead[place[firsts]] = index[firsts]
+        lead, token = lead[place], token[order] % most
+        there = sizes.nonzero()
+        of_parts = there[1] % number, (ends - sizes)[there], ends[there]
+        parts = zip(*[x.tolist() for x in of_parts], strict=True)
+        numbers = [np.add.reduce(x > 0, 1) for x in (sizes, sizes[:, :number])]  # of parts
+        of_chunks = begins, begins + ends[:, number - 1], chunk_ends, *numbers
+        return [
+            PairSums(
+                pair[begin:end], row[begin:end], torch.from_numpy(token[begin:middle]),
+                torch.from_numpy(lead[middle:end]), list(itertools.islice(parts, n)), m,
             )
-        return results
-
-    def _parts_of(self, ends: Sequence[int]) -> tuple[list[PairPart], int]:
-        """The parts of first pairs and of others that end there, of those that have any; the number of the former."""
-        number = self._destinations
-        parts = [PairPart(i % number, *of) for i, of in enumerate(itertools.pairwise((0, *ends))) if of[0] < of[1]]
-        return parts, sum(part.end <= ends[number - 1] for part in parts)
+            for begin, middle, end, n, m in zip(*[x.tolist() for x in of_chunks], strict=True)
+        ]  # fmt: skip
 
 
 def _stable_order(keys: npt.NDArray[np.integer]) -> Ints:
     """The order of numbers that are not negative; equal ones stay in theirs."""
-    few = int(keys.max(initial=0)) < 1 << 15  # numpy sorts 16-bit numbers by radix
+    few = np.maximum.reduce(keys, initial=0) < 1 << 15  # numpy sorts 16-bit numbers by radix
     return (keys.astype(np.int16) if few else keys).argsort(kind="stable")
 
 
 def _changes(values: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
     """Where a value differs from the one before it; true for the first."""
-    changes = np.ones(len(values), np.bool_)
+    changes = np.empty(len(values), np.bool_)
+    changes[:1] = True
     np.not_equal(values[1:], values[:-1], out=changes[1:])
     return changes

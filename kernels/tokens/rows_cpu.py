@@ -42,7 +42,8 @@ def host_rows(tensors: Sequence[torch.Tensor]) -> list[HostRows]:
 
 def host_array(x: torch.Tensor) -> npt.NDArray[Any]:
     """A tensor as a contiguous array, of its memory if it is contiguous. Of bfloat16, which numpy lacks, the bits."""
-    array = (x.detach().view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy(force=True)
+    x = x.detach()
+    array = (x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy()
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
