@@ -6,7 +6,6 @@ Indices are numpy arrays: calls on few pairs cost less in numpy than in torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
