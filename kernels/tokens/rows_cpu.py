@@ -36,8 +36,8 @@ class HostRows:
 
 def host_rows(tensors: Sequence[torch.Tensor]) -> list[HostRows]:
     """The rows of each tensor. One tensor may be there several times, as where all destinations' rows are in it."""
-    of_tensor = {x: HostRows(x) for x in dict.fromkeys(tensors)}
-    return [of_tensor[x] for x in tensors]
+    known: dict[int, HostRows] = {}
+    return [known.get(id(x)) or known.setdefault(id(x), HostRows(x)) for x in tensors]
 
 
 def host_array(x: torch.Tensor) -> npt.NDArray[Any]:
