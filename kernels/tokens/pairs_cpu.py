@@ -106,19 +106,20 @@ class Pairs:
         token, pair, row, destination = self._by_token
         # All chunks are sorted at once: by chunk, first pairs and others, destination.
         chunks, number = -(-self._tokens // most), self._destinations
-        place = token * number + destination
-        first = _changes(place)  # a token's pairs at a destination adjoin
+        first = _changes(token * number + destination)
+        run = first.cumsum() - 1  # a token's pairs at a destination adjoin
         key = token // most * (2 * number) + np.where(first, destination, destination + number)
         order = _stable_order(key)
-        pair, row, place = pair[order], row[order], place[order]
-        sizes = np.bincount(key, minlength=chunks * 2 * number).reshape(chunks, 2 * number)
+        pair, row, run = pair[order], row[order], run[order]
+        sizes = np.bincount(key, minlength=chunks * 2 * number).reshape(chunks, 2 * number)  # of parts
         ends = sizes.cumsum(1)  # of parts, in their chunk
         chunk_ends = ends[:, -1].cumsum()
         begins = chunk_ends - ends[:, -1]
-        index, firsts = np.arange(len(row)) - begins.repeat(ends[:, -1]), first[order].nonzero()[0]
-        lead = np.empty(self._tokens * number, np.int64)
-        lead[place[firsts]] = index[firsts]
-        lead, token = lead[place], token[order] % most
+        index = np.arange(len(row)) - begins.repeat(ends[:, -1])  # of pairs, likewise
+        firsts = first[order].nonzero()[0]
+        lead = np.empty(len(firsts), np.int64)
+        lead[run[firsts]] = index[firsts]
+        lead, token = lead[run], token[order] % most
         there = sizes.nonzero()
         of_parts = there[1] % number, (ends - sizes)[there], ends[there]
         parts = zip(*[x.tolist() for x in of_parts], strict=True)
