@@ -30,9 +30,12 @@ def interpreted(kernel: object) -> bool:
     return not isinstance(kernel, triton.runtime.jit.JITFunction)
 
 
+_KERNELS_ON = "cpu" if interpreted(target_address) else "cuda"
+
+
 def runs_on(device: torch.device) -> bool:
     """Whether Triton kernels run on the device in this process; otherwise the CPU paths do."""
-    return device.type == ("cpu" if interpreted(target_address) else "cuda")
+    return device.type == _KERNELS_ON
 
 
 @cache

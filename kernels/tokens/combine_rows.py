@@ -26,7 +26,6 @@ from ...errors import ArgumentError
 from ..dtypes import ELEMENTS, decode, encode, poison_word
 from ..fused_signals import is_last_program, overwrite
 from ..launch import Constants, Launches, interpreted, registers_of_sm, runs_on
-from .pairs_cpu import PairPart
 from .quantize_rows import QuantizedRows
 from .rows import (
     CHUNK,
@@ -40,7 +39,7 @@ from .rows import (
     row_alignment,
     row_constants,
 )
-from .rows_cpu import HostRows, host_array, host_rows
+from .rows_cpu import HostRows, host_array
 from .window_signals import WindowSignals, finished_of, rank_has_failed, release_window, signal_constants
 
 PAIRS = tl.constexpr(256)  # values gathered by a program
@@ -293,27 +292,30 @@ def combine_rows_cpu(
     quantized: QuantizedRows | None = None,
 ) -> None:
     """combine_rows on the CPU, some tokens at a time so that intermediates stay in the cache."""
-    k, hidden, dtype = rows.key.shape[1], out.shape[1], out.dtype
-    numbers = None if weights is None else host_array(weights).reshape(-1)
+    k, (tokens, hidden), dtype = rows.key.shape[1], out.shape, out.dtype
+    numbers = None if weights is None else host_array(weights).reshape(-1, 1)
     node_of = None if nodes is None else nodes.tolist()
-    pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(k * hidden, 1))
+    # Half of the cache is left to the rows of the result and to those that are read.
+    pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(2 * k * hidden, 1))
     # One small scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
-    scratch = torch.empty((min(most, len(out)) * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
-    read, sources = HostRows(scratch), host_rows(buffers.tensors)
+    scratch = torch.empty((min(most, tokens) * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
+    read, sources = HostRows(scratch), buffers.host_rows()
+    one_source = len(set(sources)) == 1
+    # Accumulate in the result itself where it is float32 and `add` does not alias it.
+    here = dtype is torch.float32 and add is None
     for i, sums in enumerate(pairs.sums(most)):
         these = slice(i * most, (i + 1) * most)
-        # Accumulate in the result itself where it is float32 and `add` does not alias it.
-        here = dtype is torch.float32 and add is None
-        total = out[these].zero_() if here else torch.zeros(out[these].shape, dtype=torch.float32, device=out.device)
-        parts = sums.parts if len(set(sources)) > 1 else [PairPart(0, 0, len(sums.row))]
-        for destination, begin, end in parts:
-            read.take(sources[destination], sums.row[begin:end], begin)
-        value = scratch[: len(sums.row)]
+        result = out[these]
+        total = result.zero_() if here else torch.zeros_like(result, dtype=torch.float32)
+        row, firsts = sums.row, sums.token.shape[0]
+        for destination, begin, end in ((0, 0, len(row)),) if one_source else sums.parts:
+            read.take(sources[destination], row[begin:end], begin)
+        value = scratch if len(row) == scratch.shape[0] else scratch[: len(row)]
         value = value.float() if quantized is None else quantized.values(value, hidden)
         if numbers is not None:
-            value.mul_(torch.from_numpy(numbers[sums.pair][:, None]))
+            value.mul_(torch.from_numpy(numbers.take(sums.pair, 0)))
         # `index_add_` adds rows one after another, in their order.
-        partial, others = value.split_with_sizes([len(sums.token), len(sums.lead)])
+        partial, others = value.tensor_split((firsts,))
         partial.index_add_(0, sums.lead, others)
         # Starting at zero changes only the sign of zero, which `total` loses, since it starts at zero itself.
         partial = partial if dtype is torch.float32 else partial.to(dtype).float()
@@ -321,7 +323,7 @@ def combine_rows_cpu(
             total.index_add_(0, sums.token, partial)
         else:
             of_node = torch.empty_like(total)
-            for _, of_parts in itertools.groupby(sums.parts[: sums.firsts], lambda part: node_of[part.destination]):
+            for _, of_parts in itertools.groupby(sums.parts[: sums.firsts], lambda part: node_of[part[0]]):
                 _, begins, ends = zip(*of_parts, strict=True)
                 these_pairs = slice(begins[0], ends[-1])
                 of_node.zero_().index_add_(0, sums.token[these_pairs], partial[these_pairs])
@@ -329,7 +331,7 @@ def combine_rows_cpu(
         if add is not None:
             total.add_(add[these])
         if not here:
-            out[these].copy_(total)
+            result.copy_(total)
 
 
 def combine_rows_reference(
@@ -423,8 +425,7 @@ def _gather_constants(k: int, peers: int) -> Constants:
 
 def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> None:
     """gather_values on the CPU."""
-    pairs, values = rows.sorted_pairs(len(buffers)), out.numpy()
-    arrays = [host_array(buffer) for buffer in buffers.tensors]
+    pairs, values, sources = rows.sorted_pairs(len(buffers)), out.numpy(), buffers.host_arrays()
     for destination, begin, end in pairs.parts():
         these = slice(begin, end)
-        values[pairs.token[these], pairs.kth[these]] = arrays[destination][pairs.row[these]]
+        values[pairs.token[these], pairs.kth[these]] = sources[destination][pairs.row[these]]

@@ -432,7 +432,7 @@ def sort_by_expert(
     # -1 counts as an expert before all others.
     numbers = np.bincount(expert + 1, minlength=num_physical_experts + 1)
     # numpy sorts 16-bit numbers by radix.
-    order = np.argsort(expert.astype(np.int16 if num_physical_experts < 1 << 15 else np.int32), kind="stable")
+    order = expert.astype(np.int16 if num_physical_experts < 1 << 15 else np.int32).argsort(kind="stable")
     counts, without = np.empty(num_physical_experts + 1, np.int32), int(numbers[0])
     counts[:-1] = numbers[1:]
     counts[-1] = np.count_nonzero(~valid & (flat != -1)) if without else 0
@@ -442,5 +442,5 @@ def sort_by_expert(
 def share_counts_cpu(counts: torch.Tensor, share: CountShare) -> None:
     """What count_pairs does with `share`, on the CPU."""
     row = counts.numpy() if share.word is None else np.append(counts.numpy(), np.int32(share.word))
-    for matrix in share.matrices.tensors:
-        matrix.numpy()[share.me, : len(row)] = row
+    for matrix in share.matrices.host_arrays():
+        matrix[share.me, : len(row)] = row

@@ -6,7 +6,6 @@ Indices are numpy arrays: calls on few pairs cost less in numpy than in torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,21 +15,11 @@ import torch
 Ints = npt.NDArray[np.int64]
 
 
-class PairRun(NamedTuple):
-    """Pairs `begin` to `end` (exclusive), whose rows are at one destination and contiguous from `row` on."""
-
-    destination: int
-    begin: int
-    end: int
-    row: int
-
-
-class PairPart(NamedTuple):
-    """Pairs `begin` to `end` (exclusive), whose rows are at one destination."""
-
-    destination: int
-    begin: int
-    end: int
+PairRun = tuple[int, int, int, int]
+"""(destination, begin, end, row): pairs `begin` to `end` (exclusive), whose rows are at one destination and contiguous
+from `row` on."""
+PairPart = tuple[int, int, int]
+"""(destination, begin, end): pairs `begin` to `end` (exclusive), whose rows are at one destination."""
 
 
 class PairSums(NamedTuple):
@@ -76,15 +65,16 @@ class Pairs:
         destinations: int,
         groups: npt.NDArray[np.integer] | None = None,
     ) -> None:
-        self._tokens, self._k, self._destinations = len(key), max(key.shape[1], 1), destinations
+        k = max(key.shape[1], 1)
+        self._tokens, self._destinations = len(key), destinations
         keys, rows = key.reshape(-1), row.reshape(-1).astype(np.int64)
-        pair = np.flatnonzero(rows >= 0)
-        if len(pair) < len(rows):
-            keys, rows = keys[pair], rows[pair]
-            groups = None if groups is None else groups.reshape(-1)[pair]
-        destination, kth = np.divmod(keys, self._k)
-        token = pair // self._k
-        self._by_token = token, kth, rows, destination
+        at = (rows >= 0).nonzero()[0]
+        if len(at) < len(rows):
+            keys, rows = keys[at], rows[at]
+            groups = None if groups is None else groups.reshape(-1)[at]
+        destination, token = keys // k, at // k
+        kth = keys - destination * k
+        self._by_token = token, token * k + kth, rows, destination
         order = _stable_order(destination.astype(np.int64) << 32 | rows if groups is None else groups.reshape(-1))
         self.token, self.kth, self.row, self._of_row = token[order], kth[order], rows[order], destination[order]
         self.sizes: list[int] = np.bincount(destination, minlength=destinations).tolist()
@@ -94,16 +84,17 @@ class Pairs:
     def runs(self) -> list[PairRun]:
         """All pairs in as few runs as possible: one per physical expert that this rank has rows for."""
         if self._runs is None:
-            begins = np.flatnonzero(_changes(self.row - np.arange(len(self.row))) | _changes(self._of_row))
-            ends = [*begins[1:].tolist(), len(self.row)]
-            destination, row = self._of_row[begins].tolist(), self.row[begins].tolist()
-            self._runs = [PairRun(*run) for run in zip(destination, begins.tolist(), ends, row, strict=False)]
+            # Equal in a run alone: between destinations it changes by more than rows and pairs do.
+            line = self.row - np.arange(len(self.row)) + (self._of_row.astype(np.int64) << 32)
+            begins = _changes(line).nonzero()[0]
+            destination, row, begin = self._of_row[begins].tolist(), self.row[begins].tolist(), begins.tolist()
+            self._runs = list(zip(destination, begin, [*begin[1:], len(line)], row, strict=False))
         return self._runs
 
     def parts(self) -> list[PairPart]:
         """All pairs by destination, of those that have any."""
         ends = [0, *itertools.accumulate(self.sizes)]
-        return [PairPart(i, *bounds) for i, bounds in enumerate(itertools.pairwise(ends)) if self.sizes[i]]
+        return [(i, *bounds) for i, bounds in enumerate(itertools.pairwise(ends)) if self.sizes[i]]
 
     def sums(self, most: int) -> list[PairSums]:
         """The pairs of each `most` consecutive tokens."""
@@ -112,45 +103,46 @@ class Pairs:
         return self._sums[most]
 
     def _new_sums(self, most: int) -> list[PairSums]:
-        token, kth, row, destination = self._by_token
+        token, pair, row, destination = self._by_token
         # All chunks are sorted at once: by chunk, first pairs and others, destination.
-        first = _changes(token * self._destinations + destination)  # a token's pairs at a destination adjoin
-        chunk, kinds = token // most, 2 * self._destinations
-        key = chunk * kinds + np.where(first, destination, destination + self._destinations)
-        order, chunks = _stable_order(key), -(-self._tokens // most)
-        sizes = np.bincount(key, minlength=chunks * kinds).reshape(chunks, kinds)
-        ends = sizes.sum(1).cumsum()
-        begins, firsts = ends - sizes.sum(1), sizes[:, : self._destinations].sum(1)
-        chunk, of_run = chunk[order], (first.cumsum() - 1)[order]  # pairs of a token at a destination are a run
-        lead, is_first = np.empty(np.count_nonzero(first), np.int64), first[order]
-        lead[of_run[is_first]] = np.flatnonzero(is_first) - begins[chunk[is_first]]
-        pair, row = (token * self._k + kth)[order], row[order]
-        of_chunk, lead_of = torch.from_numpy(token[order] - chunk * most), torch.from_numpy(lead[of_run])
+        chunks, number = -(-self._tokens // most), self._destinations
+        first = _changes(token * number + destination)
+        run = first.cumsum() - 1  # a token's pairs at a destination adjoin
+        key = token // most * (2 * number) + np.where(first, destination, destination + number)
+        order = _stable_order(key)
+        pair, row, run = pair[order], row[order], run[order]
+        sizes = np.bincount(key, minlength=chunks * 2 * number).reshape(chunks, 2 * number)  # of parts
+        ends = sizes.cumsum(1)  # of parts, in their chunk
+        chunk_ends = ends[:, -1].cumsum()
+        begins = chunk_ends - ends[:, -1]
+        index = np.arange(len(row)) - begins.repeat(ends[:, -1])  # of pairs, likewise
+        firsts = first[order].nonzero()[0]
+        lead = np.empty(len(firsts), np.int64)
+        lead[run[firsts]] = index[firsts]
+        lead, token = lead[run], token[order] % most
+        there = sizes.nonzero()
+        of_parts = there[1] % number, (ends - sizes)[there], ends[there]
+        parts = zip(*[x.tolist() for x in of_parts], strict=True)
+        numbers = [np.add.reduce(x > 0, 1) for x in (sizes, sizes[:, :number])]  # of parts
+        of_chunks = begins, begins + ends[:, number - 1], chunk_ends, *numbers
         return [
             PairSums(
-                pair[begin:end], row[begin:end], of_chunk[begin : begin + m], lead_of[begin + m : end],
-                *self._parts_of(of_parts),
+                pair[begin:end], row[begin:end], torch.from_numpy(token[begin:middle]),
+                torch.from_numpy(lead[middle:end]), list(itertools.islice(parts, n)), m,
             )
-            for begin, end, m, of_parts in zip(
-                begins.tolist(), ends.tolist(), firsts.tolist(), sizes.tolist(), strict=True
-            )
+            for begin, middle, end, n, m in zip(*[x.tolist() for x in of_chunks], strict=True)
         ]  # fmt: skip
-
-    def _parts_of(self, sizes: Sequence[int]) -> tuple[list[PairPart], int]:
-        """The parts of first pairs and of others with these sizes, of those that have any; the number of the former."""
-        ends = [0, *itertools.accumulate(sizes)]
-        parts = [PairPart(i % self._destinations, ends[i], ends[i + 1]) for i, size in enumerate(sizes) if size]
-        return parts, sum(size > 0 for size in sizes[: self._destinations])
 
 
 def _stable_order(keys: npt.NDArray[np.integer]) -> Ints:
     """The order of numbers that are not negative; equal ones stay in theirs."""
-    few = int(keys.max(initial=0)) < 1 << 15  # numpy sorts 16-bit numbers by radix
-    return np.argsort(keys.astype(np.int16) if few else keys, kind="stable")
+    few = np.maximum.reduce(keys, initial=0) < 1 << 15  # numpy sorts 16-bit numbers by radix
+    return (keys.astype(np.int16) if few else keys).argsort(kind="stable")
 
 
 def _changes(values: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
     """Where a value differs from the one before it; true for the first."""
-    changes = np.ones(len(values), np.bool_)
+    changes = np.empty(len(values), np.bool_)
+    changes[:1] = True
     np.not_equal(values[1:], values[:-1], out=changes[1:])
     return changes

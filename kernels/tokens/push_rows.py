@@ -38,7 +38,7 @@ from .rows import (
     row_alignment,
     row_constants,
 )
-from .rows_cpu import HostRows, host_array, host_rows
+from .rows_cpu import HostRows, host_array
 from .window_signals import WindowBarrier, barrier_of_ranks, finished_of, signal_constants
 
 MOST_PADDING = 64  # parts that share the padding of one group
@@ -321,17 +321,14 @@ def push_rows_cpu(
 ) -> None:
     """push_rows on the CPU: one copy per run of rows."""
     pairs, given = rows.sorted_pairs(len(buffers)), HostRows(x)
-    targets = host_rows(buffers.tensors)
+    targets = buffers.host_rows()
     for destination, begin, end, row in pairs.runs():
         targets[destination].take(given, pairs.token[begin:end], row)
     padding = padding_rows(groups) if most_padding else None
     if padding is not None and len(padding):
         buffers.tensors[own].index_fill_(0, padding, 0)
     if weights is not None and weight_buffers is not None:
-        values, numbers = (
-            host_array(weights)[pairs.token, pairs.kth],
-            [host_array(buffer) for buffer in weight_buffers.tensors],
-        )
+        values, numbers = host_array(weights)[pairs.token, pairs.kth], weight_buffers.host_arrays()
         for destination, begin, end in pairs.parts():
             numbers[destination][pairs.row[begin:end]] = values[begin:end]
         if padding is not None and len(padding):

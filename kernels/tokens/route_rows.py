@@ -27,6 +27,7 @@ from .group_rows import (
 )
 from .locate_rows import check_top_k, locate_rows_cpu, store_located, tokens_at_a_time
 from .rows import TokenRows, cdiv, power_of_two
+from .rows_cpu import host_tensor
 
 MOST_PROGRAMS = 64  # more would read the matrix too often
 
@@ -138,7 +139,8 @@ def route_rows(
     tokens, k = expert.shape
     check_top_k(k, ranks)
     if not runs_on(matrix.device):
-        counts = matrix[:, :width].clone() if error is None or not int(error) else matrix.new_zeros(ranks, width)
+        valid = error is None or not int(error)
+        counts = host_tensor(matrix.numpy()[:, :width].copy()) if valid else matrix.new_zeros(ranks, width)
         groups = group_rows_cpu(counts, physical_experts, me, capacity, align, most, batched)
         return groups, locate_rows_cpu(expert, place, groups, physical_experts), counts
     counts = torch.empty((ranks, width), dtype=torch.int32, device=matrix.device)

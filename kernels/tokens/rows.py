@@ -8,6 +8,7 @@ from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +18,7 @@ from ..addresses import AddressTables
 from ..dtypes import WORDS
 from ..launch import processors_of
 from .pairs_cpu import Pairs
+from .rows_cpu import HostRows, host_array, host_rows
 
 VECTOR = 16  # bytes of the widest access
 # Elements that a CPU path works on at a time: 1 MiB of float32 stays in the cache.
@@ -63,6 +65,8 @@ class Buffers:
                 )
         self._tables = tables
         self._addresses: tuple[tuple[int, ...], int] | None = None
+        self._host_rows: list[HostRows] | None = None
+        self._host_arrays: list[npt.NDArray[Any]] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -80,6 +84,18 @@ class Buffers:
             self._addresses = addresses, reduce(or_, addresses)
         addresses, bits = self._addresses
         return self._tables.of(addresses), bits
+
+    def host_rows(self) -> list[HostRows]:
+        """The rows of each buffer, on the CPU."""
+        if self._host_rows is None or self._host_rows[0].threads != torch.get_num_threads():
+            self._host_rows = host_rows(self._tensors)
+        return self._host_rows
+
+    def host_arrays(self) -> list[npt.NDArray[Any]]:
+        """The buffers as arrays, on the CPU."""
+        if self._host_arrays is None:
+            self._host_arrays = [host_array(tensor) for tensor in self._tensors]
+        return self._host_arrays
 
     @property
     def choice(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -108,6 +124,12 @@ class ChosenBuffers(Buffers):
 
     def __len__(self) -> int:
         return len(self._index)
+
+    def host_rows(self) -> list[HostRows]:
+        return host_rows(self.tensors)
+
+    def host_arrays(self) -> list[npt.NDArray[Any]]:
+        return [host_array(tensor) for tensor in self.tensors]
 
     def table(self) -> tuple[torch.Tensor, int]:
         """The addresses of all candidates."""

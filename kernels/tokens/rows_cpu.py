@@ -16,10 +16,14 @@ class HostRows:
     """The rows of a tensor on the CPU, for `take`. They may be strided; those to be written are contiguous.
 
     Rows are copied by numpy, whose calls cost less than torch's, unless torch has threads to share them.
+
+    Attributes:
+        threads: those of torch.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
-        self._rows, self._array = rows.detach(), None if torch.get_num_threads() > 1 else host_array(rows)
+        self.threads = torch.get_num_threads()
+        self._rows, self._array = rows.detach(), None if self.threads > 1 else host_array(rows)
 
     def take(self, source: HostRows, index: Ints, begin: int) -> None:
         """Copy the rows `index` of `source` to the rows from `begin` on."""
@@ -29,23 +33,17 @@ class HostRows:
         else:
             torch.index_select(source._rows, 0, torch.from_numpy(index), out=self._rows[begin:end])
 
-    def put(self, source: HostRows, index: Ints) -> None:
-        """Copy all rows of `source` to the rows `index`."""
-        if self._array is not None and source._array is not None:
-            self._array[index] = source._array
-        else:
-            self._rows.index_copy_(0, torch.from_numpy(index), source._rows)
-
 
 def host_rows(tensors: Sequence[torch.Tensor]) -> list[HostRows]:
     """The rows of each tensor. One tensor may be there several times, as where all destinations' rows are in it."""
-    of_tensor = {x: HostRows(x) for x in dict.fromkeys(tensors)}
-    return [of_tensor[x] for x in tensors]
+    known: dict[int, HostRows] = {}
+    return [known.get(id(x)) or known.setdefault(id(x), HostRows(x)) for x in tensors]
 
 
 def host_array(x: torch.Tensor) -> npt.NDArray[Any]:
     """A tensor as a contiguous array, of its memory if it is contiguous. Of bfloat16, which numpy lacks, the bits."""
-    array = (x.detach().view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy(force=True)
+    x = x.detach()
+    array = (x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy()
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 

@@ -48,14 +48,12 @@ def test_pairs(tokens, k, destinations):
 
 def check_runs(pairs: Pairs, want: list) -> None:
     covered = []
-    for run in pairs.runs():
-        assert [(run.destination, run.row + i) for i in range(run.end - run.begin)] == [
-            w[:2] for w in want[run.begin : run.end]
-        ]
-        covered += range(run.begin, run.end)
+    for destination, begin, end, row in pairs.runs():
+        assert [(destination, row + i) for i in range(end - begin)] == [w[:2] for w in want[begin:end]]
+        covered += range(begin, end)
     assert covered == list(range(len(want)))
-    for a, b in pairwise(pairs.runs()):  # adjacent runs cannot be merged
-        assert a.destination != b.destination or a.row + a.end - a.begin != b.row
+    for (destination, begin, end, row), after in pairwise(pairs.runs()):  # adjacent runs cannot be merged
+        assert (destination, row + end - begin) != (after[0], after[3])
 
 
 def check_sums(pairs: Pairs, want: list, most: int, chunks: int, k: int) -> None:
@@ -65,10 +63,10 @@ def check_sums(pairs: Pairs, want: list, most: int, chunks: int, k: int) -> None
     assert len(results) == chunks
     for chunk, sums in enumerate(results):
         firsts = sums.parts[: sums.firsts]
-        assert [part.destination for part in firsts] == sorted({o for o, _, t, _ in want if t // most == chunk})
-        assert [0, *(part.end for part in sums.parts)] == [*(part.begin for part in sums.parts), len(sums.row)]
+        assert [of_part for of_part, _, _ in firsts] == sorted({o for o, _, t, _ in want if t // most == chunk})
+        assert [0, *(end for _, _, end in sums.parts)] == [*(begin for _, begin, _ in sums.parts), len(sums.row)]
         tokens, m = (sums.token + chunk * most).tolist(), len(sums.token)
-        assert m == (firsts[-1].end if firsts else 0)
+        assert m == (firsts[-1][2] if firsts else 0)
         of_pair = list(
             zip([*tokens, *[tokens[i] for i in sums.lead.tolist()]], sums.pair.tolist(), sums.row.tolist(), strict=True)
         )
@@ -81,7 +79,7 @@ def check_sums(pairs: Pairs, want: list, most: int, chunks: int, k: int) -> None
                     assert (destination, t) not in ks
                 else:
                     lead = int(sums.lead[at - m])
-                    assert [p.destination for p in firsts if p.begin <= lead < p.end] == [destination]
+                    assert [of_part for of_part, first, last in firsts if first <= lead < last] == [destination]
                 ks.setdefault((destination, t), []).append(pair % k)
                 seen += 1
         for (destination, t), of_token in ks.items():

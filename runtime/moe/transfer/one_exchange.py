@@ -90,12 +90,14 @@ class OneExchangeTransfer(SendRecvTransfer):
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor]
     ) -> Steps[list[torch.Tensor]]:
         assert record.chunks is not None
-        if self.config.active_ranks is not None:
-            return (yield from super()._returned(operation, record, given))
         sends, receives, _, most = chunk_sizes(record.chunks)
+        most *= sum(map(row_nbytes, given))
+        if self.config.active_ranks is not None or not (self.collectives and self._chunks.takes_at_once(most)):
+            # Sizes are known, so that large messages arrive where their rows are read.
+            return (yield from super()._returned(operation, record, given))
         sources = [_Rows(host_array(x), record.chunks.places.numpy()) for x in given[::-1]]
         sent = self._packed_messages(receives, sources)
-        arrived = yield from self._exchange_messages(operation, sent, most * sum(map(row_nbytes, given)))
+        arrived = yield from self._exchange_messages(operation, sent, most)
         returned = [self._empty((sum(sends), *x.shape[1:]), x.dtype) for x in given]
         _unpack(arrived, sends, [_Rows(host_array(x), None) for x in returned[::-1]])
         return returned

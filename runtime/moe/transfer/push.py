@@ -22,7 +22,7 @@ from .base import Delivery, Read, Shared, Steps, TokenTransfer
 
 # Barriers of an operation after its first, added to its number.
 _LAST, _OPENED = 1, 2
-_MOST_OPENED = 4096  # tensors on peers' memory that are kept
+_MOST_OPENED = 4096  # tensors on ranks' memory that are kept
 
 
 class PushTransfer(TokenTransfer):
@@ -37,10 +37,11 @@ class PushTransfer(TokenTransfer):
         super().__init__(*args)
         self._at, self._among = self.me, self.ranks
         """This rank's index among the ranks whose memory it writes, itself included; and those ranks."""
-        self._peer_buffers: dict[tuple[Address, torch.Size, torch.dtype], torch.Tensor] = {}
-        """Tensors on peers' memory, where an address refers to the same memory for ever."""
+        self._opened_buffers: dict[tuple[tuple[Address, ...], torch.Size, torch.dtype], Buffers] = {}
+        """Buffers by address, where an address refers to the same memory for ever. They do not keep it in use."""
         self._matrices: dict[tuple[int, ...], Buffers] = {}
         """The matrices of counts by peers: ranks that were not active keep those that they opened before."""
+        self._own_matrices: list[torch.Tensor] = []
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
@@ -60,6 +61,7 @@ class PushTransfer(TokenTransfer):
         if self.peers not in self._matrices:
             with torch.inference_mode(False):  # written for as long as the dispatcher lives
                 matrix = self._empty((self.config.ranks, self.physical_experts.count + 1), torch.int32)
+            self._own_matrices.append(matrix)
             (self._matrices[self.peers],) = yield from self._offer(operation + _OPENED, matrix)
         return self._matrices[self.peers]
 
@@ -90,32 +92,32 @@ class PushTransfer(TokenTransfer):
 
     def _offer(self, operation: int, *own: torch.Tensor) -> Steps[list[Buffers]]:
         """Offer buffers to the peers; return the corresponding buffers of all, in order of rank. Of a rank that is not
-        active they are this rank's own, since nothing is written there or read."""
+        active they are this rank's own, since nothing is written there or read. The caller keeps its own in use."""
         if not self.peers:
             return [Buffers([tensor] * len(self._among), self.tables) for tensor in own]
         transport, number = self.transport, len(own)
         address, held = transport.offer(own)
         replies = yield self._barrier(operation, address)
         theirs = {peer: transport.offered(reply, number) for peer, reply in zip(self.peers, replies, strict=True)}
-        in_order: list[Any] = [theirs.get(rank) for rank in self._among]
-        with torch.inference_mode(False):  # those of the matrix are kept
-            buffers = [
-                Buffers([tensor if a is None else self._open(a[i], tensor) for a in in_order], self.tables)
-                for i, tensor in enumerate(own)
-            ]
+        here = [transport.address(tensor) for tensor in own]
+        in_order = [theirs.get(rank, here) for rank in self._among]
         self._held = held  # until peers have read it, which they have at the next call
-        return buffers
+        by_buffer = zip(*in_order, strict=True)
+        return [self._buffers_at(addresses, like) for addresses, like in zip(by_buffer, own, strict=True)]
 
-    def _open(self, address: Address, like: torch.Tensor) -> torch.Tensor:
-        """Return the memory at an address of a peer as a tensor of the shape and dtype of another one."""
-        key = address, like.shape, like.dtype
-        kept = self._peer_buffers if self.transport.recycles else {}
-        opened = kept.get(key)
-        if opened is None:
-            if len(kept) >= _MOST_OPENED:
+    def _buffers_at(self, addresses: tuple[Address, ...], like: torch.Tensor) -> Buffers:
+        """Return the memory at an address of each rank as buffers of the shape and dtype of a tensor."""
+        key = addresses, like.shape, like.dtype
+        kept = self._opened_buffers if self.transport.recycles else {}
+        buffers = kept.get(key)
+        if buffers is None:
+            if len(kept) * len(addresses) >= _MOST_OPENED:
                 kept.clear()
-            opened = kept[key] = self.transport.open(address, _nbytes(like)).view(like.dtype).view(like.shape)
-        return opened
+            with torch.inference_mode(False):
+                opened = [self.transport.open(address, _nbytes(like)) for address in addresses]
+                tensors = [x.view(like.dtype).view(like.shape) for x in opened]
+            buffers = kept[key] = Buffers(tensors, self.tables)
+        return buffers
 
     def _addressable(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
         """Return `values` in memory that peers can address; copies only the rows that peers read."""

@@ -31,6 +31,8 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         super().__init__(*args)
         self._at, self._among = self._members.index(self.me), tuple(self.ranks[r] for r in self._members)
         self.peers = self._among[self._at + 1 :] + self._among[: self._at]
+        self._offered: Sequence[torch.Tensor] = ()
+        """Of this rank, what ranks of its node are reading."""
         with torch.inference_mode(False):
             self._set_inside(self._members_as_destinations())
 
@@ -55,7 +57,12 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
     def _opened(
         self, operation: int, given: Sequence[torch.Tensor], record: DispatchRecord
     ) -> Steps[Sequence[Buffers]]:
-        return (yield from self._offer(operation, *[self._addressable(x, record) for x in given]))
+        self._offered = [self._addressable(x, record) for x in given]
+        return (yield from self._offer(operation, *self._offered))
+
+    def _end_reading(self, operation: int, read: Sequence[torch.Tensor]) -> Steps[None]:
+        yield from super()._end_reading(operation, read)
+        self._offered = ()
 
     def _share_counts(self, ids: torch.Tensor) -> Steps[tuple[CountedPairs, torch.Tensor, list[int]]]:
         """Count the pairs of `ids`; return them, all ranks' counts, which the next dispatch overwrites, and the tokens

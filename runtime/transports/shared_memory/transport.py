@@ -213,6 +213,9 @@ class SharedMemoryTransport:
         return opened
 
     def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Address, object]:
+        if len(buffers) == 1:
+            (buffer,) = buffers
+            return _NO_BUFFER if buffer is None else self.address(buffer), buffer
         table = self._pool.empty((len(buffers), 2), torch.int64)
         words = _words(table, len(buffers))
         for i, buffer in enumerate(buffers):
@@ -221,6 +224,8 @@ class SharedMemoryTransport:
         return self.address(table), table
 
     def offered(self, address: Address, number: int) -> list[Address]:
+        if number == 1:
+            return [address]
         # Read by the host: an address table of the transport, no values of a user's tensor.
         words = _words(self.open(address, 16 * number), number)
         return [(address[0], words[i], words[i + 1]) for i in range(0, 2 * number, 2)]
