@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...planner import ITEMSIZE, Exchange, Program, check_local_shape, title
+from ...planner import ITEMSIZE, Exchange, Program, title
 from ..statistics import Summary
 from ..transports.base import Transport
 from .choose_algorithm import Algorithm, Reduction, choose_algorithm
@@ -61,7 +61,8 @@ class BoundProgram:
         fingerprint: compared by ranks in each exchange; differs for different requests.
         request: equal for programs of the same request.
         title: returns the request as text.
-        summary: returns the text and the bytes received. Keeps the program alive, but none of the bound buffers.
+        summary: returns the text, the bytes received and their bound, or None. Keeps the program alive, but none of the
+            bound buffers.
         traffic: returns the bytes sent and received. Keeps alive what `summary` does.
         run: takes the source shard, which is only read, and the fingerprint that ranks compare in each exchange. Yields
             requests and returns the target shard.
@@ -118,13 +119,6 @@ class BoundProgram:
         self.run: Callable[[Any, int], Run] = (
             self.steps[0].run if len(self.steps) == 1 else partial(run_steps, self.steps)
         )
-
-    def check(self, x: torch.Tensor) -> None:
-        """
-        Raises:
-            ArgumentError: `x` does not have the shape of this rank's source shard.
-        """
-        check_local_shape(self.program, self.position, x.shape)
 
     def build(self, address: int) -> None:
         """Compile and upload the launches for an input at `address` that are not ready yet: those for inputs aligned to

@@ -78,6 +78,7 @@ class Call:
         `AsyncCollectiveTensor` that waits for it on first use. Waits for calls of other threads.
 
         Raises:
+            MeetingTimeoutError: a peer did not begin the call in time.
             TransportError: a peer failed, timed out or made a different request, now or in an earlier call.
         """
         if self.bound is None or self.transport is None:

@@ -67,7 +67,9 @@ def leaves_sums_to_backend(program: Program, reduction: Reduction) -> bool:
 def choose_algorithm(
     program: Program, step: Step, position: int, transport: Capabilities, reduction: Reduction = "ordered"
 ) -> Algorithm:
-    """Choose the algorithm of a step. All ranks of the step choose the same: it depends on what they all know."""
+    """Choose the algorithm of a step. Ranks of one group choose the same: it depends on what they all know. Between two
+    meshes each rank chooses by its own peers: a rank that pushes only and one that pushes and sends exchange with ranks
+    of their node in the same way."""
     if not isinstance(step, Exchange):
         return _LOCAL
     if transport.one_sided and not transport.windows:

@@ -18,7 +18,8 @@ def _always() -> bool:
 
 
 def _check_nvtx() -> None:
-    """
+    """Check that this torch has NVTX.
+
     Raises:
         UnsupportedError: this torch has no NVTX.
     """

@@ -151,7 +151,8 @@ def start_in_background(transport: AnyTransport, call: Callable[[], T]) -> Futur
 
 
 def refuse_within_call(transport: AnyTransport) -> None:
-    """
+    """Refuse a call within another one of this thread.
+
     Raises:
         TransportError: this thread, which holds the lock, is in a call.
     """

@@ -104,11 +104,11 @@ class HierarchicalStep(PutStep):
         received = self.transport.empty((self.remote.received,), self.dtype, self.device)
         transfer = self.remote.transfer(x, received, fingerprint, opened.out, unreduced)
         if unreduced is None or unreduced.later is None:
-            opened = yield from self.meet(opened, fingerprint)
+            opened = yield from self.exchange_addresses(opened, fingerprint)
             started, more = (yield StartTransfer(transfer)), None
         else:
             started, more = yield from start_in_two(transfer, self.remote.sends_first, unreduced.later)
-            opened = yield from self.meet(opened, fingerprint)
+            opened = yield from self.exchange_addresses(opened, fingerprint)
         if unreduced:
             self.remote.reductions[-1](unreduced.buffers, [x])
         self.push_all(x, opened.addresses)

@@ -52,7 +52,8 @@ class Unreduced(NamedTuple):
 
 
 class PutStep(BoundStep):
-    """Ranks write into each other's receive buffers between two barriers.
+    """Ranks write into each other's receive buffers between two barriers: the buffers may be written, and have been
+    written. The first is left out where peers have kept the buffers of an earlier run.
 
     A receive buffer is the output itself or, where contributions are reduced, a staging buffer of shape
     [staging slots, *output shape], with one slot for each contribution of a peer to the same element. The place of a
@@ -60,8 +61,8 @@ class PutStep(BoundStep):
     A single contribution, or one that only this rank's own is added to, is written into the output itself.
 
     Args:
-        first_boxes: what is pushed before a barrier more, as boxes of the output of each member (`push_ahead`); None:
-            everything is pushed at once.
+        first_boxes: what is pushed before an additional barrier, as boxes of the output of each member (`push_ahead`);
+            None: everything is pushed at once.
     """
 
     transport: OneSidedTransport
@@ -192,7 +193,7 @@ class PutStep(BoundStep):
 
     def open(self, fingerprint: int) -> Run:
         """Wait until the receive buffers of the peers may be written. Returns `Opened`."""
-        return (yield from self.meet(self.buffers(fingerprint), fingerprint))
+        return (yield from self.exchange_addresses(self.buffers(fingerprint), fingerprint))
 
     def buffers(self, fingerprint: int) -> Opened:
         """The buffers of one run, before `meet`."""
@@ -205,7 +206,7 @@ class PutStep(BoundStep):
         address = self.transport.address(receive_buffer)
         return Opened(receive_buffer, address, (), False, self.output(receive_buffer))
 
-    def meet(self, opened: Opened, fingerprint: int) -> Run:
+    def exchange_addresses(self, opened: Opened, fingerprint: int) -> Run:
         """Wait until the receive buffers of the peers may be written. Returns `Opened` with their addresses."""
         if opened.kept:
             return opened

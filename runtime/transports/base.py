@@ -34,7 +34,7 @@ class TwoSidedCapabilities(Capabilities, Protocol):
 
     @property
     def backend(self) -> str:
-        """The process group backend, one of `policies.BACKENDS`."""
+        """The process group backend, one of `backend_limits.BACKENDS`."""
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         """The ranks of the process group of exactly these ranks, in its order; None if they do not all know one."""
@@ -51,7 +51,8 @@ class Transport(Capabilities, Protocol):
         """An uninitialised contiguous tensor that no other tensor shares memory with."""
 
     def check(self) -> None:
-        """
+        """Raise the error of an earlier call.
+
         Raises:
             TransportError: an earlier call failed, as far as the host knows.
         """

@@ -1,7 +1,7 @@
 """Requests for communication: a program that runs yields them, and transports and the simulator answer them.
 
-The `output` of a request is the tensor that the run returns, if no further request follows. A caller may receive this
-tensor at once and wait for it later.
+The `output` of a request is the tensor that the run will return, and None before the last exchange. A caller may
+receive this tensor at once and wait for it later.
 """
 
 from __future__ import annotations

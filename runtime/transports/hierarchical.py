@@ -44,7 +44,8 @@ class HierarchicalTransport(Generic[Inside]):
         return self.across.rendezvous
 
     def check(self) -> None:
-        """
+        """Raise the error of an earlier call.
+
         Raises:
             TransportError: an earlier call failed, as far as the host knows.
         """

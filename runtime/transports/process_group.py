@@ -67,7 +67,7 @@ class ProcessGroupTransport:
 
     Args:
         timeout: seconds that a wait may take.
-        backend: one of `policies.BACKENDS`.
+        backend: one of `backend_limits.BACKENDS`.
 
     Raises:
         TransportError: from every call after the first failure.
@@ -91,7 +91,8 @@ class ProcessGroupTransport:
         self._checks: dict[torch.device, DeviceFingerprints] = {}
 
     def check(self) -> None:
-        """
+        """Raise the error of an earlier call.
+
         Raises:
             TransportError: an earlier call failed, as far as the host knows.
         """

@@ -21,11 +21,17 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Rows(NamedTuple):
-    """Contiguous rows to send and to receive, by rank of the dispatcher."""
+    """Contiguous rows to send and to receive, those of rank 0 of the dispatcher first.
+
+    Attributes:
+        sends: [sum of send_sizes, ...]
+        send_sizes: the number of rows to each rank.
+        receives: [sum of receive_sizes, ...]
+        receive_sizes: the number of rows from each rank.
+    """
 
     sends: torch.Tensor
     send_sizes: list[int]
-    """The number of rows to each rank."""
     receives: torch.Tensor
     receive_sizes: list[int]
 
@@ -91,10 +97,11 @@ class ChunkExchange:
         """Exchange the rows of all parts.
 
         Args:
+            fingerprint: of the request; no rank receives rows of another one.
+            parts: rows that go to the same ranks.
+            most: the largest number of rows from any rank to another one, or a bound that is equal on all ranks.
             active: the ranks of the dispatcher that take part; None: all.
             collectives: whether an all-to-all may be used.
-            fingerprint: of the request; no rank receives rows of another one.
-            most: the largest number of rows from any rank to another one, or a bound that is equal on all ranks.
         """
         outgoing = [_split(part.sends, part.send_sizes) for part in parts]
         incoming = [_split(part.receives, part.receive_sizes) for part in parts]
