@@ -25,9 +25,6 @@ from .path import Path, with_others
 MAX_ROUNDS = 4
 """Rounds of a search; each expands the most promising layouts reached so far."""
 _LAYOUTS_PER_ROUND = 2  # pricing many steps together is cheaper than one by one
-_WEIGHT = 1.2
-"""Lower bounds count this many times, as in weighted A* (Pohl, 1970), so that fewer layouts are expanded. The path
-found may cost this many times as much as that of a longer search; prices are not more exact than that."""
 _SMALLEST = 8  # paths of least estimated memory among which the error of `cheapest_within` looks for the smallest
 
 
@@ -35,8 +32,8 @@ class Search:
     """A best-first search from `source` to `target`, in which mesh dims of size 1 are replicated.
 
     It expands `IntermediateLayouts`, and leaves out layouts from which the lower bound on the remaining time
-    (`StepPrice.lower_bound_us`), times `_WEIGHT`, cannot beat the best path. The result depends on the arguments alone,
-    so every rank finds the same path.
+    (`StepPrice.lower_bound_us`) cannot beat the best path. The result depends on the arguments alone, so every rank
+    finds the same path.
     """
 
     def __init__(
@@ -143,7 +140,7 @@ class Search:
         reached_us, tried, to_target = {source: 0.0}, {source}, {source: self.price(source, target)}
 
         def remaining_us(layout: Layout) -> float:
-            return _WEIGHT * to_target[layout].lower_bound_us
+            return to_target[layout].lower_bound_us
 
         queue = [(remaining_us(source), 0, Path((source,), 0.0, 0))]
         for index in range(MAX_ROUNDS):

@@ -439,15 +439,16 @@ def test_analysis_finds_nothing_after_calls_of_all_kinds(
 
 
 def stuck(rank: int, folder: str, inside: bool) -> str:
-    """Rank 2 does not arrive until its own thread has written its file."""
+    """Rank 2 does not arrive until its own thread has written its file, for the failures of both peers: what it does
+    afterwards would be in it too."""
     line = init_device_mesh("cpu", (3,))
     x = distribute_tensor(torch.randn(8, 6), line, [Shard(0)])
     for _ in range(3):
         shardweave.redistribute(x, [Shard(1)])
 
     def sleep() -> None:
-        deadline = time.monotonic() + 20
-        while not Path(folder, "shardweave", "shardweave_2").exists():
+        file, deadline = Path(folder, "shardweave", "shardweave_2"), time.monotonic() + 20
+        while not file.exists() or time.time() < file.stat().st_mtime + 2:
             assert time.monotonic() < deadline, "rank 2 wrote no file"
             time.sleep(0.05)
 
