@@ -83,7 +83,8 @@ class Search:
         peaks = {path: peak_bytes(path) for path in smallest_first[:_SMALLEST]}
         smallest = min(peaks, key=peaks.__getitem__)
         if peaks[smallest] <= max_bytes:
-            return with_others([smallest, *(path for path in ranked if path != smallest)], 0)
+            refused = [path for path in ranked if path != smallest]
+            return with_others([*refused, smallest], len(refused))
         raise ArgumentError(
             f"max_bytes: {max_bytes}; allowed: at least {peaks[smallest]}, needed by the smallest plan found, "
             f"{smallest}"
