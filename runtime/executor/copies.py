@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from operator import add, lt, mul, sub
+from operator import add, mul
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from ...kernels import (
 )
 from ...planner import Reduce, Row, TransferTable
 from ..transports.comm_requests import Address
+from .boxes import Box, box_at_source, box_at_target, common_box, extent_of
 
 _CACHED_ADDRESSES = 64
 
@@ -69,6 +70,17 @@ def packed(extent: Sequence[int], base: int) -> Where:
 def place(extent: Sequence[int], start: Sequence[int], strides: Sequence[int], base: int = 0) -> Where:
     """The place of a box of adjacent elements in a tensor with these strides that begins at element `base`."""
     return tuple(extent), tuple(strides), base + sum(map(mul, start, strides))
+
+
+def part_in(move: Move, row: Row, box: Box) -> Move:
+    """The part in `box` of a copy or reduction of a row; `box` is in the row's box at its target."""
+    extent, start = extent_of(box), [a - b for (a, _), b in zip(box, row.target_start, strict=True)]
+
+    def part(where: Where) -> Where:
+        return place(extent, start, where[1], where[2])
+
+    (target, where), sources = move
+    return Move((target, part(where)), [(source, part(at)) for source, at in sources])
 
 
 class BoxPart(NamedTuple):
@@ -118,17 +130,14 @@ class ScatteredTensor:
 
     def locate(self, row: Row, axes: Sequence[int]) -> list[BoxPart]:
         """Same as `StridedTensor.locate`, with one part for each box of this tensor that the row's box intersects."""
-        parts = []
+        parts, wanted = [], box_at_source(row)
         for box, (buffer, (_, strides, offset)) in self.boxes:
-            low = list(map(max, row.source_start, box.target_start))
-            high = [
-                min(a + n, b + k)
-                for a, n, b, k in zip(row.source_start, row.extent, box.target_start, box.extent, strict=True)
-            ]
-            if all(map(lt, low, high)):
-                start, at = map(sub, low, row.source_start), map(sub, low, box.target_start)
-                where = place(list(map(sub, high, low)), list(at), strides, offset)
-                parts.append(BoxPart((buffer, where), tuple(start)))
+            common = common_box(wanted, box_at_target(box))
+            if common is not None:
+                extent, first = extent_of(common), [start for start, _ in common]
+                here = [a - b for a, b in zip(first, box.target_start, strict=True)]
+                start = tuple([a - b for a, b in zip(first, row.source_start, strict=True)])
+                parts.append(BoxPart((buffer, place(extent, here, strides, offset)), start))
         return parts
 
 

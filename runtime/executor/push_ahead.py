@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ...planner import ITEMSIZE, Exchange, Program, Step, held_box
 from ..transports.base import Capabilities
 from . import pieces
-from .parts_of_boxes import Box, box_at_source, common_box, without
+from .boxes import Box, box_at_source, common_box, without
 from .step_sendrecv import SendRecvStep
 
 _PIECES = 2

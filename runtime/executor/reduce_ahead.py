@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 from ...planner import Row
-from .copies import Move, is_plain
-from .parts_of_boxes import Box, box_at_source, box_at_target, common_box, part_in, without
+from .boxes import Box, box_at_source, box_at_target, common_box, without
+from .copies import Move, is_plain, part_in
 from .push_ahead import sends_of
 from .step_hierarchical import HierarchicalStep
 from .step_put import PutStep

@@ -8,8 +8,9 @@ from typing import TypeGuard
 
 import torch
 
-from ...planner import FILL, Row
+from ...planner import FILL
 from ..transports.comm_requests import Address
+from .boxes import box_at_source, box_at_target, common_box, row_at
 from .copies import Copies, Move, contiguous_strides, is_plain
 from .pieces import part_of_row
 from .run import Run
@@ -39,9 +40,10 @@ class ForwardStep:
         self.first, self.second, self.launches, self.last = first, second, second.launches, True
         self.shape = second.shape
         messages = first.remote if isinstance(first, HierarchicalStep) else first
-        arrived = [(k, part_of_row(first.incoming[i], cut)) for (i, cut), k in messages.arrives_with.items()]
         with_messages = {i for i, _ in messages.arrives_with}
-        here = [(-1, row) for i, row in enumerate(first.incoming) if i not in with_messages]
+        brought = [(-1, row) for i, row in enumerate(first.incoming) if i not in with_messages]
+        brought += [(k, part_of_row(first.incoming[i], cut)) for (i, cut), k in messages.arrives_with.items()]
+        boxes = [(k, box_at_target(row)) for k, row in brought]
         moves: dict[tuple[int, int], list[Move]] = {}  # by receive (-1: none) and receiver
         for row in second.rows:
             if row.receiver not in second.members or row.senders[0] not in (second.me, FILL):
@@ -52,9 +54,11 @@ class ForwardStep:
                 if row.receiver == second.me:
                     moves.setdefault((-1, second.me), []).append(Move((0, second.target(row)), []))
                 continue
-            for k, box in (*here, *arrived):
-                part = _common(row, box)
-                if part is not None:
+            wanted = box_at_source(row)
+            for k, box in boxes:
+                common = common_box(wanted, box)
+                if common is not None:
+                    part = row_at(row, common)
                     move = Move((0, second.target(part, strides)), [(0, second.source(part))])
                     moves.setdefault((k, row.receiver), []).append(move)
         self._pushes: dict[int, list[tuple[int, Copies]]] = {}
@@ -82,16 +86,3 @@ class ForwardStep:
             index, nbytes = self._places[receiver]
             address: Address = opened.address if index < 0 else opened.addresses[index]
             self.second.push(x, copies, address, nbytes)
-
-
-def _common(row: Row, box: Row) -> Row | None:
-    """The part of a row whose source is in the target of `box`; None if they have nothing in common."""
-    low = list(map(max, row.source_start, box.target_start))
-    high = [
-        min(a + n, b + k) for a, n, b, k in zip(row.source_start, row.extent, box.target_start, box.extent, strict=True)
-    ]
-    extent = [b - a for a, b in zip(low, high, strict=True)]
-    if min(extent, default=1) <= 0:
-        return None
-    target = [t + a - s for t, a, s in zip(row.target_start, low, row.source_start, strict=True)]
-    return row._replace(source_start=low, target_start=target, extent=extent)

@@ -14,8 +14,8 @@ from ..transports.base import OneSidedTransport
 from ..transports.comm_requests import Address, Barrier
 from ..transports.shared_memory.allocator import block_size
 from ..transports.shared_memory.receive_buffers import LARGEST_KEPT
-from .copies import Copies, Move, contiguous_strides, is_plain
-from .parts_of_boxes import Box, box_at_target, part_in, without
+from .boxes import Box, box_at_target, without
+from .copies import Copies, Move, contiguous_strides, is_plain, part_in
 from .run import Run
 from .step import BoundStep, Terms
 

@@ -1,15 +1,18 @@
-"""Boxes of a shard: what two have in common, what is left of one without others, and the part of a copy in one."""
+"""Boxes of a shard: what two have in common, what is left of one without others, the part of a row in one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...kernels import Where
 from ...planner import Row
-from .copies import Move, place
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop along each tensor dim."""
+
+
+def extent_of(box: Box) -> list[int]:
+    """The size of a box along each tensor dim."""
+    return [stop - start for start, stop in box]
 
 
 def box_at_target(row: Row) -> Box:
@@ -43,13 +46,8 @@ def without(box: Box, others: Sequence[Box]) -> Iterator[Box]:
     yield box
 
 
-def part_in(move: Move, row: Row, box: Box) -> Move:
-    """The part in `box` of a copy or reduction of a row; `box` is in the row's box at its target."""
-    extent = [stop - start for start, stop in box]
-    start = [a - b for (a, _), b in zip(box, row.target_start, strict=True)]
-
-    def part(where: Where) -> Where:
-        return place(extent, start, where[1], where[2])
-
-    (target, where), sources = move
-    return Move((target, part(where)), [(source, part(at)) for source, at in sources])
+def row_at(row: Row, box: Box) -> Row:
+    """The part of a plain row (`is_plain`) whose source is `box`, which is in the row's box at its source."""
+    start = [a for a, _ in box]
+    target = [t + a - s for t, a, s in zip(row.target_start, start, row.source_start, strict=True)]
+    return row._replace(source_start=start, target_start=target, extent=extent_of(box))
