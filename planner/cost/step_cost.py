@@ -17,6 +17,7 @@ from ..layouts.dtypes import ITEMSIZE
 from ..layouts.layout import Cuts, Layout
 from .priced_ranks import (
     PricedRanks,
+    SendShares,
     common_lengths,
     held_lengths,
     priced_ranks,
@@ -122,59 +123,110 @@ def _times(table: np.ndarray, rows: Sequence[np.ndarray], out: np.ndarray | None
     return product
 
 
+class _Traffic(NamedTuple):
+    """What receivers exchange in several changes: [k, r] each, in bytes but for the numbers of peers.
+
+    Attributes:
+        own: what a receiver takes from itself.
+        near_in, near_out: what it receives from other ranks of its node, and sends to them.
+        far_in, far_out: the same of ranks on other nodes.
+        near_peers, far_peers: the number of ranks that it receives from; 0 where messages have no price.
+    """
+
+    own: np.ndarray
+    near_in: np.ndarray
+    near_out: np.ndarray
+    far_in: np.ndarray
+    far_out: np.ndarray
+    near_peers: np.ndarray
+    far_peers: np.ndarray
+
+
+def _traffic_of_all(
+    at: PricedRanks, shares: Sequence[SendShares], elements: _Elements, size: int, topology: Topology
+) -> _Traffic:
+    """The traffic where all ranks are priced, of elements of `size` bytes."""
+    common, near_shares = elements.common, [x.near for x in shares]
+    near = _times(common, near_shares)
+    own = near[:, np.arange(len(at.receivers)), at.own_at] * size
+    near_in, near_out = near.sum(axis=2) * size - own, near.sum(axis=1) * size - own
+    far_in = far_out = near_peers = far_peers = np.zeros_like(own)
+    if topology.node.message_us:
+        near_peers = _senders(at, common, near_shares)[1]
+    if not at.one_node:
+        far_shares = [x.far for x in shares]
+        far = _times(common, far_shares)
+        far_in, far_out = far.sum(axis=2) * size, far.sum(axis=1) * size
+        if topology.network.message_us:
+            far_peers = _times(common > 0, far_shares).sum(axis=2)
+    return _Traffic(own, near_in, near_out, far_in, far_out, near_peers, far_peers)
+
+
+def _traffic_of_sample(
+    at: PricedRanks,
+    shares: Sequence[SendShares],
+    elements: _Elements,
+    size: int,
+    topology: Topology,
+    changes: Sequence[LayoutChange],
+) -> _Traffic:
+    """The traffic where only sampled receivers and the ranks of their nodes are known.
+
+    Everything that a receiver's node does not hold comes from other nodes. What a rank sends is estimated: of what it
+    holds as much as ranks do on average, to other nodes the share that comes from there.
+    """
+    common, before, after, senders = elements
+    assert senders is not None
+    near_shares = [x.near for x in shares]
+    near = _times(common, near_shares)
+    own = near[:, np.arange(len(at.receivers)), at.own_at] * size
+    from_node = near.sum(axis=2) * size - own
+    contributors = np.array([[change.contributors] for change in changes])
+    owned = np.array([[math.prod([c.source_mesh.shape[m] for m in c.shards_split])] for c in changes])
+    wanted = after * size * contributors / owned * np.concatenate([x.keeps for x in shares])
+    missing = np.maximum(wanted - own - from_node, 0)
+    received = from_node + missing
+    average = wanted.sum(axis=1, keepdims=True) / np.maximum(before.sum(axis=1, keepdims=True) * size, 1)
+    sent = np.maximum(before * size * average - own, 0) * received.any(axis=1, keepdims=True)
+    nothing = np.zeros_like(own)
+    if at.one_node:
+        near_peers = (received > 0) * np.maximum(senders - (own > 0), 1) if topology.node.message_us else nothing
+        return _Traffic(own, received, sent, nothing, nothing, near_peers, nothing)
+    entering = missing.sum(axis=1, keepdims=True) / np.maximum(received.sum(axis=1, keepdims=True), 1)
+    on_node, near_peers = _senders(at, common, near_shares)
+    far_peers = (missing > 0) * np.maximum(senders - on_node, 1)
+    near_peers = near_peers if topology.node.message_us else nothing
+    return _Traffic(own, from_node, sent * (1 - entering), missing, sent * entering, near_peers, far_peers)
+
+
+def _senders(at: PricedRanks, common: np.ndarray, near_shares: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """[k, r] the number of ranks of its node that each receiver takes elements from, and that without itself."""
+    senders = _times(common > 0, near_shares)
+    number = senders.sum(axis=2)
+    return number, number - senders[:, np.arange(len(at.receivers)), at.own_at]
+
+
 def _prices(
     changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, at: PricedRanks, bounded: bool
 ) -> list[StepPrice]:
     """`step_prices` of one chunk. Arrays are [k, r], per change and receiver, and in bytes unless noted."""
     size, node, network = ITEMSIZE[changes[0].dtype], topology.node, topology.network
-    contributors = np.array([[change.contributors] for change in changes])
-    common, before, after, senders = _elements(at, shape, changes)
-    before, after = before * size, after * size
+    elements = _elements(at, shape, changes)
     shares = [send_shares(at, change) for change in changes]
-    near_shares = [x.near for x in shares]
-    near = _times(common, near_shares)
-    itself = slice(None), np.arange(len(at.receivers)), at.own_at
-    own = near[itself] * size
-    near_in = near.sum(axis=2) * size - own
-    near_out = near.sum(axis=1) * size - own if at.whole else near_in
-    far_in = far_out = near_peers = far_peers = np.zeros_like(own)
-    if node.message_us:
-        peers = _times(common > 0, near_shares)
-        near_peers = peers.sum(axis=2) - peers[itself]
-    if at.whole and not at.one_node:
-        far_shares = [x.far for x in shares]
-        far = _times(common, far_shares)
-        far_in, far_out = far.sum(axis=2) * size, far.sum(axis=1) * size
-        if network.message_us:
-            far_peers = _times(common > 0, far_shares).sum(axis=2)
-    if not at.whole:
-        # Only the receivers' nodes are known; everything that these do not hold comes from other nodes. What a rank
-        # sends is estimated: of what it holds as much as ranks do on average, to other nodes the share that comes from
-        # there.
-        owned = np.array([[math.prod([c.source_mesh.shape[m] for m in c.shards_split])] for c in changes])
-        wanted = after * contributors / owned * np.concatenate([x.keeps for x in shares])
-        missing = np.maximum(wanted - own - near_in, 0)
-        received = near_in + missing
-        average = wanted.sum(axis=1, keepdims=True) / np.maximum(before.sum(axis=1, keepdims=True), 1)
-        sent = np.maximum(before * average - own, 0) * received.any(axis=1, keepdims=True)
-        if at.one_node:
-            near_in, near_out = received, sent
-            if node.message_us:
-                assert senders is not None
-                near_peers = (received > 0) * np.maximum(senders - (own > 0), 1)
-        else:
-            entering = missing.sum(axis=1, keepdims=True) / np.maximum(received.sum(axis=1, keepdims=True), 1)
-            far_in, far_out, near_out = missing, sent * entering, sent * (1 - entering)
-            assert senders is not None
-            others = senders - _times(common > 0, near_shares).sum(axis=2)
-            far_peers = (missing > 0) * np.maximum(others, 1)
+    if at.whole:
+        traffic = _traffic_of_all(at, shares, elements, size, topology)
+    else:
+        traffic = _traffic_of_sample(at, shares, elements, size, topology, changes)
+    own, near_in, near_out, far_in, far_out, near_peers, far_peers = traffic
+    before, after = elements.before * size, elements.after * size
+    contributors = np.array([[change.contributors] for change in changes])
 
     over_node = node.us(np.maximum(near_in, near_out), near_peers)
     over_network = network.us(at.on_nic(far_in, far_out), far_peers)
     received = near_in + far_in
     packed = (0 if node.one_sided else near_in + near_out) + (0 * own if network.one_sided else far_in + far_out)
-    terms = [(c.contributors, c.contributors > 1 and c.is_local) for c in changes]
-    staged_terms = np.array([[0 if number == 1 else number - has_own] for number, has_own in terms])
+    # Of a reduction where every rank has its own term, that term is not staged.
+    staged_terms = np.array([[c.contributors - c.is_local if c.contributors > 1 else 0] for c in changes])
     staged = packed + staged_terms * after
     split = np.array([[bool(change.split)] for change in changes])
     filled = split * (after - (own + received) / contributors)
@@ -183,7 +235,7 @@ def _prices(
     peak = np.ceil((before + after + staged).max(axis=1))
     bound = np.zeros(len(changes))
     if bounded:
-        bound = _lower_bound_us(changes, shape, topology, at, common * size, after, own)
+        bound = _lower_bound_us(changes, shape, topology, at, elements.common * size, after, own)
     return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
 
 
