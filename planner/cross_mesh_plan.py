@@ -42,19 +42,22 @@ def plan_cross_mesh(request: Request) -> Program:
     source, target = source.without_size_one(source_mesh.shape), target.without_size_one(target_mesh.shape)
     partial = [m for m, p in enumerate(target.placements) if isinstance(p, Partial)]
     whole = target.with_placement(partial, Replicate())
-    paths = []
+    candidates: list[list[Leg]] = []
     for sent in _reduced_sources(source, shape):
         for received in _received_layouts(target_mesh, whole, shape, topology):
             ends = [
                 (source_mesh, source), (source_mesh, sent), (target_mesh, received), (target_mesh, whole),
                 (target_mesh, target),
             ]  # fmt: skip
-            legs = [(*a, *b) for a, b in pairwise(ends) if a != b]
-            paths.append((_path(legs, shape, dtype, topology), legs))
+            candidates.append([(*a, *b) for a, b in pairwise(ends) if a != b])
+    if topology is None:
+        fewest = min(candidates, key=lambda legs: (_bytes_received(legs, shape, dtype), len(legs)))
+        return _program(request, fewest, (), request.rank)
+    paths = [(_path(legs, shape, dtype, topology), legs) for legs in candidates]
     paths.sort(key=lambda entry: (entry[0].us, len(entry[1])))
 
     def program(index: int, rank: int | None) -> Program:
-        others = () if topology is None else with_others([path for path, _ in paths], index).others
+        others = with_others([path for path, _ in paths], index).others
         return _program(request, paths[index][1], others, rank)
 
     if max_bytes is None:
@@ -100,20 +103,22 @@ def _received_layouts(mesh: Mesh, whole: Layout, shape: tuple[int, ...], topolog
     return [whole, *(whole.with_placement(inside, Shard(d)) for d, n in enumerate(shape) if inside and n > 1)]
 
 
-def _path(legs: list[Leg], shape: tuple[int, ...], dtype: str, topology: Topology | None) -> Path:
-    """The path of some legs, with its estimated microseconds; without a topology, `us` is the bytes that the largest
-    shards receive, a figure that all ranks compute alike."""
-    layouts = (legs[0][1], *(leg[3] for leg in legs)) if legs else ()
-    if topology is not None:
-        prices = [step_price_between(*leg, shape, dtype, topology) for leg in legs]
-        source_bytes = _largest_shard(shape, legs[0][1], legs[0][0]) * ITEMSIZE[dtype]
-        peak = max(p.peak_bytes + (source_bytes if i else 0) for i, p in enumerate(prices))
-        return Path(layouts, topology.call_us * bool(legs) + sum(round(p.us, 3) for p in prices), peak)
+def _path(legs: list[Leg], shape: tuple[int, ...], dtype: str, topology: Topology) -> Path:
+    """The path of some legs, with its price."""
+    layouts = (legs[0][1], *(leg[3] for leg in legs))
+    prices = [step_price_between(*leg, shape, dtype, topology) for leg in legs]
+    source_bytes = _largest_shard(shape, legs[0][1], legs[0][0]) * ITEMSIZE[dtype]
+    peak = max(p.peak_bytes + (source_bytes if i else 0) for i, p in enumerate(prices))
+    return Path(layouts, topology.call_us + sum(round(p.us, 3) for p in prices), peak)
+
+
+def _bytes_received(legs: list[Leg], shape: tuple[int, ...], dtype: str) -> int:
+    """The bytes that the largest shards receive; all ranks compute the same."""
     received = 0
     for mesh, a, other, b in legs:
         contributors = layout_change(mesh, dtype, a, b, None, other).contributors
         received += _largest_shard(shape, b, other) * contributors
-    return Path(layouts, received * ITEMSIZE[dtype], 0)
+    return received * ITEMSIZE[dtype]
 
 
 def _largest_shard(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> int:

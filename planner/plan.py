@@ -193,10 +193,10 @@ def _plan_on_mesh(request: Request) -> Program:
         layouts = _path_of_fewest_bytes(
             ends.mesh, shape, dtype, *normalized_layouts(ends.mesh, len(shape), dtype, ends.source, ends.reduced)
         )
-        return _program(ends, shape, dtype, Path(layouts, 0.0, 0), request.rank, None)
+        return _program(ends, shape, dtype, layouts, (), request.rank, None)
     topology = request.topology or NVLINK_NODE
     ends, path = _search(mesh, shape, dtype, source, target, topology, request.max_bytes)
-    return _program(ends, shape, dtype, path, request.rank, topology)
+    return _program(ends, shape, dtype, path.layouts, path.others, request.rank, topology)
 
 
 def _plan_cross_mesh(request: Request) -> Program:
@@ -303,20 +303,26 @@ def _search(
         """The bytes that a rank holds at most: exact from the boxes, or on a large mesh the estimate."""
         if mesh.size > PRICED_WHOLE:
             return with_last(path).peak_bytes
-        return max(_program(ends, shape, dtype, path, None, topology).peak_bytes)
+        return max(_program(ends, shape, dtype, path.layouts, (), None, topology).peak_bytes)
 
     return _SearchResult(ends, with_last(search.cheapest_within(max_bytes, peak_bytes)))
 
 
 def _program(
-    ends: _Ends, shape: tuple[int, ...], dtype: str, path: Path, rank: int | None, topology: Topology | None
+    ends: _Ends,
+    shape: tuple[int, ...],
+    dtype: str,
+    layouts: tuple[Layout, ...],
+    others: tuple[Path, ...],
+    rank: int | None,
+    topology: Topology | None,
 ) -> Program:
     nodes = None if topology is None else topology.rank_nodes
     last = ends.last_change(dtype, nodes)
-    changes = layout_changes(ends.mesh, dtype, path.layouts, nodes, None if last is None else last.positions)
+    changes = layout_changes(ends.mesh, dtype, layouts, nodes, None if last is None else last.positions)
     steps = tuple([build_step(change, shape, rank) for change in (*changes, *([last] if last else []))])
     mesh, meshes = (ends.mesh, ()) if last is None else (last.positions, (ends.mesh, ends.target_mesh))
-    return Program(mesh, shape, dtype, ends.source, ends.target, steps, rank, topology, path.others, *meshes)
+    return Program(mesh, shape, dtype, ends.source, ends.target, steps, rank, topology, others, *meshes)
 
 
 def _path_of_fewest_bytes(

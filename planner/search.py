@@ -48,18 +48,19 @@ class Search:
         two paths."""
         return self.prices([(a, b)])[0]
 
-    def prices(self, pairs: Sequence[tuple[Layout, Layout]], bounded: bool = True) -> list[StepPrice]:
-        """The `price` of several steps; little slower than of one. Without `bounded` their lower bounds may be 0."""
-        new = [(a, b) for a, b in pairs if (a, b, bounded) not in self._priced]
+    def prices(self, pairs: Sequence[tuple[Layout, Layout]], with_lower_bound: bool = True) -> list[StepPrice]:
+        """The `price` of several steps; little slower than of one. Without
+        `with_lower_bound` their lower bounds may be 0."""
+        new = [(a, b) for a, b in pairs if (a, b, with_lower_bound) not in self._priced]
         changes = [layout_change(self.mesh, self.dtype, a, b, self.topology.rank_nodes) for a, b in new]
-        priced = step_prices(changes, self.shape, self.topology, bounded)
+        priced = step_prices(changes, self.shape, self.topology, with_lower_bound)
         for (a, b), change, (us, lower_bound_us, peak_bytes) in zip(new, changes, priced, strict=True):
             # Steps that `bound_fan_in` would split are excluded.
             if change.contributors > MAX_FAN_IN and exceeds_fan_in(self.mesh, a, b):
                 us = math.inf
             price = StepPrice(round(us, 3), round(lower_bound_us, 3), peak_bytes)
-            self._priced[a, b, bounded] = self._priced[a, b, False] = price
-        return [self._priced[a, b, bounded] for a, b in pairs]
+            self._priced[a, b, with_lower_bound] = self._priced[a, b, False] = price
+        return [self._priced[a, b, with_lower_bound] for a, b in pairs]
 
     def cheapest(self) -> Path:
         """The cheapest path found."""
@@ -159,7 +160,7 @@ class Search:
                 if reached_us.get(layout, math.inf) > path.us
                 and (layout not in to_target or path.us + remaining_us(layout) + least_step_us < best)
             ]
-            prices = self.prices([(path.layouts[-1], layout) for path, layout in steps_tried], bounded=False)
+            prices = self.prices([(path.layouts[-1], layout) for path, layout in steps_tried], with_lower_bound=False)
             extended = [
                 (path, layout, step, path.us + step.us)
                 for (path, layout), step in zip(steps_tried, prices, strict=True)
@@ -167,7 +168,7 @@ class Search:
             ]
             # Most steps already cost too much; only the layouts that the others reach are priced to the target.
             new = [layout for layout in dict.fromkeys(layout for _, layout, *_ in extended) if layout not in to_target]
-            last_steps = self.prices([(layout, target) for layout in new], bounded=index + 1 < MAX_ROUNDS)
+            last_steps = self.prices([(layout, target) for layout in new], with_lower_bound=index + 1 < MAX_ROUNDS)
             to_target.update(zip(new, last_steps, strict=True))
             best_before, tried_before = best, tried.copy()
             tried.update(layout for _, layout in steps_tried)

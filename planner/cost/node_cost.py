@@ -16,7 +16,7 @@ def node_step_price(change: NodeChange, shape: tuple[int, ...], topology: Topolo
     """The price of performing `change` on a tensor of `shape` in one step, of a mesh of up to `PRICED_WHOLE` ranks. It
     has no lower bound."""
     mesh, size = change.source_mesh, ITEMSIZE[change.dtype]
-    at, table = priced_ranks(mesh, topology), node_transfer_table(change, shape)
+    table = node_transfer_table(change, shape)
     nodes, ranks = topology.nodes_of(mesh.rank_array), mesh.size
     receiver = np.broadcast_to(table.receiver[:, None], table.sender.shape)
     elements = np.broadcast_to(table.elements[:, None], table.sender.shape)
@@ -37,7 +37,7 @@ def node_step_price(change: NodeChange, shape: tuple[int, ...], topology: Topolo
     far_in, far_out = by_rank(receiver, across), by_rank(sender, across)
     node, network = topology.node, topology.network
     over_node = node.us(np.maximum(near_in, near_out), peers(inside))
-    over_network = network.us(at.on_nic(far_in, far_out), peers(across))
+    over_network = network.us(priced_ranks(mesh, topology).on_nic(far_in, far_out), peers(across))
     packed = (0 if node.one_sided else near_in + near_out) + (0 if network.one_sided else far_in + far_out)
     boxes = (shard_boxes(mesh, layout, shape)[0] for layout in (change.source, change.target))
     before, after = ((box[:, :, 1] - box[:, :, 0]).prod(axis=1) * size for box in boxes)

@@ -166,74 +166,74 @@ def nodes_of_mesh(mesh: Mesh, topology: Topology) -> np.ndarray:
 
 
 @lru_cache(maxsize=1024)
-def _first_of_kind(at: PricedRanks, mesh_dims: tuple[int, ...]) -> np.ndarray:
-    found, kind = numbered(at.kinds_on_nodes(mesh_dims))
-    ranks = np.arange(len(kind))
+def _first_of_kind(ranks: PricedRanks, mesh_dims: tuple[int, ...]) -> np.ndarray:
+    found, kind = numbered(ranks.kinds_on_nodes(mesh_dims))
+    index = np.arange(len(kind))
     first = np.empty_like(found)
-    first[kind[::-1]] = ranks[::-1]  # of equal indices the last assignment stays
-    return first[kind] == ranks
+    first[kind[::-1]] = index[::-1]  # of equal indices the last assignment stays
+    return first[kind] == index
 
 
 @lru_cache(maxsize=1024)
-def _terms_on_node(at: PricedRanks, reduced: tuple[int, ...]) -> int:
-    kinds = math.prod(at.mesh.shape[m] for m in reduced)
-    return int(np.bincount(distinct(at.kinds_on_nodes(reduced)) // kinds).max())
+def _terms_on_node(ranks: PricedRanks, reduced: tuple[int, ...]) -> int:
+    kinds = math.prod(ranks.mesh.shape[m] for m in reduced)
+    return int(np.bincount(distinct(ranks.kinds_on_nodes(reduced)) // kinds).max())
 
 
 def _cached(make: Callable[Concatenate[PricedRanks, P], T]) -> Callable[Concatenate[PricedRanks, P], T]:
     """Caches results of the size [r, p]: many that are small, few that are large."""
     many, few = lru_cache(maxsize=4096)(make), lru_cache(maxsize=256)(make)
 
-    def cached(at: PricedRanks, *key: P.args, **_: P.kwargs) -> T:
-        return (many if at.near.size <= _SMALL else few)(at, *key)
+    def cached(ranks: PricedRanks, *key: P.args, **_: P.kwargs) -> T:
+        return (many if ranks.near.size <= _SMALL else few)(ranks, *key)
 
     return cached
 
 
 @_cached
-def common_lengths(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
+def common_lengths(ranks: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
     """[1, r, p] how many indices of a tensor dim receiver r wants and its peer holds; `cuts`: (wanted, held)."""
     wanted, held = cuts
-    others = None if at.whole or at.one_node else at.peers
+    others = None if ranks.whole or ranks.one_node else ranks.peers
     if not wanted or not held:  # one of the two ranks has the whole of what the other has
         if held:
-            lengths = held_lengths(at, extent, held)[:, None if others is None else others]
+            lengths = held_lengths(ranks, extent, held)[:, None if others is None else others]
         else:
-            lengths = wanted_lengths(at, extent, wanted)[..., None]
-        return np.broadcast_to(lengths.astype(float), (1, *at.near.shape))
+            lengths = wanted_lengths(ranks, extent, wanted)[..., None]
+        return np.broadcast_to(lengths.astype(float), (1, *ranks.near.shape))
     if any(map(is_strided, cuts)):
-        of_receivers, of_peers = _strided_spans_of_receivers(at, extent, wanted), _strided_spans(at, extent, held)
+        of_receivers, of_peers = _strided_spans_of_receivers(ranks, extent, wanted), _strided_spans(ranks, extent, held)
         return overlaps_of_spans(*of_receivers, *of_peers, others)[None].astype(float)
-    (low, high), (start, stop) = _spans(at, extent, wanted), _spans_of_peers(at, extent, held)
-    low, high = low[at.receivers, None], high[at.receivers, None]
+    (low, high), (start, stop) = _spans(ranks, extent, wanted), _spans_of_peers(ranks, extent, held)
+    low, high = low[ranks.receivers, None], high[ranks.receivers, None]
     lengths = np.minimum(high, stop) - np.maximum(low, start)
     return np.maximum(lengths, 0)[None].astype(float)
 
 
 @lru_cache(maxsize=4096)
-def held_lengths(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
+def held_lengths(ranks: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
     """[1, q] how many indices of a tensor dim each rank holds."""
     if is_strided(cuts):
-        spans, shard = _distinct_spans(at, extent, cuts)
+        spans, shard = _distinct_spans(ranks, extent, cuts)
         return spans.sizes(int(shard.max()) + 1)[shard][None]
-    start, stop = _spans(at, extent, cuts)
+    start, stop = _spans(ranks, extent, cuts)
     return (stop - start)[None]
 
 
 @lru_cache(maxsize=4096)
-def wanted_lengths(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
+def wanted_lengths(ranks: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
     """[1, r] how many indices of a tensor dim each receiver holds."""
-    return held_lengths(at, extent, cuts)[:, at.receivers]
+    return held_lengths(ranks, extent, cuts)[:, ranks.receivers]
 
 
 @lru_cache(maxsize=4096)
-def most_held(at: PricedRanks, extent: int, cuts: Cuts) -> int:
+def most_held(ranks: PricedRanks, extent: int, cuts: Cuts) -> int:
     """How many indices of a tensor dim the rank holds that holds most, or 1 if none holds any."""
-    return max(int(held_lengths(at, extent, cuts).max()), 1)
+    return max(int(held_lengths(ranks, extent, cuts).max()), 1)
 
 
 @lru_cache(maxsize=4096)
-def shards_met(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> tuple[int, float, float]:
+def shards_met(ranks: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> tuple[int, float, float]:
     """How many of the shards of a tensor dim that ranks hold the shard of a receiver meets, if all are even; `cuts`:
     (wanted, held).
 
@@ -242,58 +242,58 @@ def shards_met(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> tuple[i
     """
     wanted, held = cuts
     if not any(map(is_strided, cuts)):
-        return 1, 1 / most_held(at, extent, held), math.inf
+        return 1, 1 / most_held(ranks, extent, held), math.inf
     shared = next((i for i, (a, b) in enumerate(zip(wanted, held, strict=False)) if a != b), min(map(len, cuts)))
-    (_, pieces), (shards, held_pieces) = (_shards_and_pieces(at, x[shared:]) for x in cuts)
-    return pieces, held_pieces / (pieces * most_held(at, extent, held)), shards
+    (_, pieces), (shards, held_pieces) = (_shards_and_pieces(ranks, x[shared:]) for x in cuts)
+    return pieces, held_pieces / (pieces * most_held(ranks, extent, held)), shards
 
 
-def _shards_and_pieces(at: PricedRanks, cuts: Cuts) -> tuple[int, int]:
+def _shards_and_pieces(ranks: PricedRanks, cuts: Cuts) -> tuple[int, int]:
     """The number of shards that cuts make, and of pieces that each has at most if all are even."""
     shards = pieces = 1
     for m, split in pairs_of(cuts):
-        shards *= at.mesh.shape[m]
-        pieces = max(split, -(-pieces // at.mesh.shape[m]))
+        shards *= ranks.mesh.shape[m]
+        pieces = max(split, -(-pieces // ranks.mesh.shape[m]))
     return shards, pieces
 
 
 @lru_cache(maxsize=1024)
-def _spans(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
+def _spans(ranks: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
     """Start and stop [q] of what each rank holds of a tensor dim that no strided shard cuts."""
-    return spans_along(extent, mesh_dims_of(cuts), at.mesh.shape, at.coordinates)
+    return spans_along(extent, mesh_dims_of(cuts), ranks.mesh.shape, ranks.coordinates)
 
 
 @lru_cache(maxsize=256)
-def _spans_of_peers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
+def _spans_of_peers(ranks: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
     """`_spans` of the peers of each receiver: [r, p], or [p] if those are all ranks."""
-    start, stop = _spans(at, extent, cuts)
-    return (start, stop) if at.whole or at.one_node else (start[at.peers], stop[at.peers])
+    start, stop = _spans(ranks, extent, cuts)
+    return (start, stop) if ranks.whole or ranks.one_node else (start[ranks.peers], stop[ranks.peers])
 
 
 @lru_cache(maxsize=1024)
-def _strided_spans_of_receivers(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
+def _strided_spans_of_receivers(ranks: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
     """`_strided_spans` of the receivers."""
-    spans, shard = _distinct_spans(at, extent, cuts)
-    receivers, shard = numbered(shard[at.receivers])
+    spans, shard = _distinct_spans(ranks, extent, cuts)
+    receivers, shard = numbered(shard[ranks.receivers])
     return spans.select(receivers).by_start(), shard
 
 
 @lru_cache(maxsize=1024)
-def _strided_spans(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
+def _strided_spans(ranks: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
     """`_distinct_spans` in ascending order of their starts."""
-    spans, shard = _distinct_spans(at, extent, cuts)
+    spans, shard = _distinct_spans(ranks, extent, cuts)
     return spans.by_start(), shard
 
 
 @lru_cache(maxsize=1024)
-def _distinct_spans(at: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
+def _distinct_spans(ranks: PricedRanks, extent: int, cuts: Cuts) -> tuple[Spans, np.ndarray]:
     """The spans of the distinct shards along a tensor dim, and the index [q] of the shard of each rank."""
     if not cuts:
-        return distinct_spans(extent, cuts, at.mesh.shape, at.coordinates)
-    spans, shard = _distinct_spans(at, extent, cuts[:-1])
+        return distinct_spans(extent, cuts, ranks.mesh.shape, ranks.coordinates)
+    spans, shard = _distinct_spans(ranks, extent, cuts[:-1])
     ((m, split),) = pairs_of(cuts[-1:])
-    number = at.mesh.shape[m]
-    found, index = numbered(shard * number + at.coordinates[m])
+    number = ranks.mesh.shape[m]
+    found, index = numbered(shard * number + ranks.coordinates[m])
     return cut_shards(extent, spans, (number, split), *np.divmod(found, number)), index
 
 
@@ -310,40 +310,40 @@ class SendShares:
 
     def __init__(
         self,
-        at: PricedRanks,
+        ranks: PricedRanks,
         closure: tuple[int, ...],
         replicas: tuple[int, ...],
         shards_split: tuple[int, ...],
         keepers: tuple[int, ...],
     ) -> None:
-        mesh = at.mesh
-        kinds = at.kinds(m for m in range(mesh.ndim) if m not in closure or m in shards_split)
-        shares, keeps = kinds[at.receivers][:, None] == kinds[at.peers], np.ones(len(at.receivers), dtype=bool)
+        mesh = ranks.mesh
+        kinds = ranks.kinds(m for m in range(mesh.ndim) if m not in closure or m in shards_split)
+        shares, keeps = kinds[ranks.receivers][:, None] == kinds[ranks.peers], np.ones(len(ranks.receivers), dtype=bool)
         if keepers:
-            keeps = (at.coordinates[list(keepers)][:, at.receivers] == 0).all(axis=0)
+            keeps = (ranks.coordinates[list(keepers)][:, ranks.receivers] == 0).all(axis=0)
             shares &= keeps[:, None]
         if replicas:
-            kinds = at.kinds(m for m in range(mesh.ndim) if m not in replicas)
-            alike = kinds[at.receivers][:, None] == kinds[at.peers]
-            near = at.alike_near(kinds)
+            kinds = ranks.kinds(m for m in range(mesh.ndim) if m not in replicas)
+            alike = kinds[ranks.receivers][:, None] == kinds[ranks.peers]
+            near = ranks.alike_near(kinds)
             far = 1 / math.prod(mesh.shape[m] for m in replicas)
-            shares = shares * np.where(alike, at.own, np.where(near > 0, at.near / np.maximum(near, 1), far))
-        self.near, self.far = (shares * at.near)[None].astype(float), (shares * ~at.near)[None].astype(float)
+            shares = shares * np.where(alike, ranks.own, np.where(near > 0, ranks.near / np.maximum(near, 1), far))
+        self.near, self.far = (shares * ranks.near)[None].astype(float), (shares * ~ranks.near)[None].astype(float)
         self.keeps = keeps[None].astype(float)
 
 
 @_cached
 def _send_shares(
-    at: PricedRanks,
+    ranks: PricedRanks,
     closure: tuple[int, ...],
     replicas: tuple[int, ...],
     shards_split: tuple[int, ...],
     keepers: tuple[int, ...],
 ) -> SendShares:
-    return SendShares(at, closure, replicas, shards_split, keepers)
+    return SendShares(ranks, closure, replicas, shards_split, keepers)
 
 
-def send_shares(at: PricedRanks, change: LayoutChange) -> SendShares:
+def send_shares(ranks: PricedRanks, change: LayoutChange) -> SendShares:
     """The shares of a change between layouts on one mesh; cached."""
     assert change.closure is not None
-    return _send_shares(at, change.closure, change.replicas, change.shards_split, change.keepers)
+    return _send_shares(ranks, change.closure, change.replicas, change.shards_split, change.keepers)

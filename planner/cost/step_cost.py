@@ -52,28 +52,28 @@ def step_price(change: LayoutChange, shape: tuple[int, ...], topology: Topology)
 
 
 def step_prices(
-    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, bounded: bool = True
+    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, with_lower_bound: bool = True
 ) -> list[StepPrice]:
     """The prices of several changes of one tensor on one mesh; faster than one at a time.
 
     Args:
-        bounded: whether `lower_bound_us` is computed; otherwise it is 0.
+        with_lower_bound: whether `lower_bound_us` is computed; otherwise it is 0.
     """
     if not changes:
         return []
-    at = priced_ranks(changes[0].source_mesh, topology)
-    at_once = max(1, _MAX_AT_ONCE // at.near.size)
+    ranks = priced_ranks(changes[0].source_mesh, topology)
+    at_once = max(1, _MAX_AT_ONCE // ranks.near.size)
     prices: list[StepPrice] = []
     for first in range(0, len(changes), at_once):
-        prices += _prices(changes[first : first + at_once], shape, topology, at, bounded)
+        prices += _prices(changes[first : first + at_once], shape, topology, ranks, with_lower_bound)
     return prices
 
 
-def shard_elements(at: PricedRanks, shape: Sequence[int], layout: Layout) -> np.ndarray:
+def shard_elements(ranks: PricedRanks, shape: Sequence[int], layout: Layout) -> np.ndarray:
     """[q] the elements of the shards of the priced ranks."""
-    elements, cuts = np.ones(len(at.positions), dtype=np.int64), dict(layout.all_cuts)
+    elements, cuts = np.ones(len(ranks.positions), dtype=np.int64), dict(layout.all_cuts)
     for d, extent in enumerate(shape):
-        elements *= held_lengths(at, extent, cuts.get(d, ()))[0]
+        elements *= held_lengths(ranks, extent, cuts.get(d, ()))[0]
     return elements
 
 
@@ -93,22 +93,22 @@ class _Elements(NamedTuple):
     senders: np.ndarray | None
 
 
-def _elements(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange]) -> _Elements:
-    number, receivers = len(changes), len(at.receivers)
-    common = np.ones((number, *at.near.shape))
+def _elements(ranks: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange]) -> _Elements:
+    number, receivers = len(changes), len(ranks.receivers)
+    common = np.ones((number, *ranks.near.shape))
     before, after = np.ones((2, number, receivers), dtype=np.int64)
-    senders = None if at.whole else np.array([[change.contributors] for change in changes]) * np.ones(receivers)
+    senders = None if ranks.whole else np.array([[change.contributors] for change in changes]) * np.ones(receivers)
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
     for d, extent in enumerate(shape):
         pairs: dict[tuple[Cuts, Cuts], int] = {}  # of wanted and held cuts
         index = [pairs.setdefault((wanted.get(d, ()), held.get(d, ())), len(pairs)) for wanted, held in by_dim]
-        tables = [common_lengths(at, extent, pair) for pair in pairs]
+        tables = [common_lengths(ranks, extent, pair) for pair in pairs]
         common = _times(common, tables if len(tables) == 1 else [tables[i] for i in index], common)
-        wants = np.concatenate([wanted_lengths(at, extent, wanted) for wanted, _ in pairs])
+        wants = np.concatenate([wanted_lengths(ranks, extent, wanted) for wanted, _ in pairs])
         after *= wants[index]
-        before *= np.concatenate([wanted_lengths(at, extent, held) for _, held in pairs])[index]
+        before *= np.concatenate([wanted_lengths(ranks, extent, held) for _, held in pairs])[index]
         if senders is not None:
-            pieces, met, shards = np.array([shards_met(at, extent, pair) for pair in pairs]).T[:, index, None]
+            pieces, met, shards = np.array([shards_met(ranks, extent, pair) for pair in pairs]).T[:, index, None]
             senders *= np.minimum(pieces * np.ceil(wants[index] * met), shards)
     return _Elements(common, before, after, senders)
 
@@ -143,17 +143,17 @@ class _Traffic(NamedTuple):
 
 
 def _traffic_of_all(
-    at: PricedRanks, shares: Sequence[SendShares], elements: _Elements, size: int, topology: Topology
+    ranks: PricedRanks, shares: Sequence[SendShares], elements: _Elements, size: int, topology: Topology
 ) -> _Traffic:
     """The traffic where all ranks are priced, of elements of `size` bytes."""
     common, near_shares = elements.common, [x.near for x in shares]
     near = _times(common, near_shares)
-    own = near[:, np.arange(len(at.receivers)), at.own_at] * size
+    own = near[:, np.arange(len(ranks.receivers)), ranks.own_at] * size
     near_in, near_out = near.sum(axis=2) * size - own, near.sum(axis=1) * size - own
     far_in = far_out = near_peers = far_peers = np.zeros_like(own)
     if topology.node.message_us:
-        near_peers = _senders(at, common, near_shares)[1]
-    if not at.one_node:
+        near_peers = _senders(ranks, common, near_shares)[1]
+    if not ranks.one_node:
         far_shares = [x.far for x in shares]
         far = _times(common, far_shares)
         far_in, far_out = far.sum(axis=2) * size, far.sum(axis=1) * size
@@ -163,7 +163,7 @@ def _traffic_of_all(
 
 
 def _traffic_of_sample(
-    at: PricedRanks,
+    ranks: PricedRanks,
     shares: Sequence[SendShares],
     elements: _Elements,
     size: int,
@@ -179,7 +179,7 @@ def _traffic_of_sample(
     assert senders is not None
     near_shares = [x.near for x in shares]
     near = _times(common, near_shares)
-    own = near[:, np.arange(len(at.receivers)), at.own_at] * size
+    own = near[:, np.arange(len(ranks.receivers)), ranks.own_at] * size
     from_node = near.sum(axis=2) * size - own
     contributors = np.array([[change.contributors] for change in changes])
     owned = np.array([[math.prod([c.source_mesh.shape[m] for m in c.shards_split])] for c in changes])
@@ -189,40 +189,46 @@ def _traffic_of_sample(
     average = wanted.sum(axis=1, keepdims=True) / np.maximum(before.sum(axis=1, keepdims=True) * size, 1)
     sent = np.maximum(before * size * average - own, 0) * received.any(axis=1, keepdims=True)
     nothing = np.zeros_like(own)
-    if at.one_node:
+    if ranks.one_node:
         near_peers = (received > 0) * np.maximum(senders - (own > 0), 1) if topology.node.message_us else nothing
         return _Traffic(own, received, sent, nothing, nothing, near_peers, nothing)
     entering = missing.sum(axis=1, keepdims=True) / np.maximum(received.sum(axis=1, keepdims=True), 1)
-    on_node, near_peers = _senders(at, common, near_shares)
+    on_node, near_peers = _senders(ranks, common, near_shares)
     far_peers = (missing > 0) * np.maximum(senders - on_node, 1)
     near_peers = near_peers if topology.node.message_us else nothing
     return _Traffic(own, from_node, sent * (1 - entering), missing, sent * entering, near_peers, far_peers)
 
 
-def _senders(at: PricedRanks, common: np.ndarray, near_shares: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _senders(
+    ranks: PricedRanks, common: np.ndarray, near_shares: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
     """[k, r] the number of ranks of its node that each receiver takes elements from, and that without itself."""
     senders = _times(common > 0, near_shares)
     number = senders.sum(axis=2)
-    return number, number - senders[:, np.arange(len(at.receivers)), at.own_at]
+    return number, number - senders[:, np.arange(len(ranks.receivers)), ranks.own_at]
 
 
 def _prices(
-    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, at: PricedRanks, bounded: bool
+    changes: Sequence[LayoutChange],
+    shape: tuple[int, ...],
+    topology: Topology,
+    ranks: PricedRanks,
+    with_lower_bound: bool,
 ) -> list[StepPrice]:
     """`step_prices` of one chunk. Arrays are [k, r], per change and receiver, and in bytes unless noted."""
     size, node, network = ITEMSIZE[changes[0].dtype], topology.node, topology.network
-    elements = _elements(at, shape, changes)
-    shares = [send_shares(at, change) for change in changes]
-    if at.whole:
-        traffic = _traffic_of_all(at, shares, elements, size, topology)
+    elements = _elements(ranks, shape, changes)
+    shares = [send_shares(ranks, change) for change in changes]
+    if ranks.whole:
+        traffic = _traffic_of_all(ranks, shares, elements, size, topology)
     else:
-        traffic = _traffic_of_sample(at, shares, elements, size, topology, changes)
+        traffic = _traffic_of_sample(ranks, shares, elements, size, topology, changes)
     own, near_in, near_out, far_in, far_out, near_peers, far_peers = traffic
     before, after = elements.before * size, elements.after * size
     contributors = np.array([[change.contributors] for change in changes])
 
     over_node = node.us(np.maximum(near_in, near_out), near_peers)
-    over_network = network.us(at.on_nic(far_in, far_out), far_peers)
+    over_network = network.us(ranks.on_nic(far_in, far_out), far_peers)
     received = near_in + far_in
     packed = (0 if node.one_sided else near_in + near_out) + (0 * own if network.one_sided else far_in + far_out)
     # Of a reduction where every rank has its own term, that term is not staged.
@@ -234,8 +240,8 @@ def _prices(
     us = (np.maximum(over_node, over_network) + copies).max(axis=1)
     peak = np.ceil((before + after + staged).max(axis=1))
     bound = np.zeros(len(changes))
-    if bounded:
-        bound = _lower_bound_us(changes, shape, topology, at, elements.common * size, after, own)
+    if with_lower_bound:
+        bound = _lower_bound_us(changes, shape, topology, ranks, elements.common * size, after, own)
     return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
 
 
@@ -243,7 +249,7 @@ def _lower_bound_us(
     changes: Sequence[LayoutChange],
     shape: tuple[int, ...],
     topology: Topology,
-    at: PricedRanks,
+    ranks: PricedRanks,
     common: np.ndarray,
     wanted: np.ndarray,
     own: np.ndarray,
@@ -264,27 +270,27 @@ def _lower_bound_us(
     whole = math.prod(shape) * ITEMSIZE[changes[0].dtype]
     terms = np.array([[change.contributors] for change in changes])
     lacking = np.where(terms > 1, wanted, wanted - own).max(axis=1)
-    added = whole * (terms[:, 0] - 1) / at.mesh.size
-    received = np.maximum(lacking, added + (terms[:, 0] > 1) * (wanted.mean(axis=1) - whole / at.mesh.size))
-    if at.one_node:
+    added = whole * (terms[:, 0] - 1) / ranks.mesh.size
+    received = np.maximum(lacking, added + (terms[:, 0] > 1) * (wanted.mean(axis=1) - whole / ranks.mesh.size))
+    if ranks.one_node:
         bound = (received > 0) * node.latency_us + received / (node.gigabytes_per_s * 1e3)
     else:
         both = (node.gigabytes_per_s + network.gigabytes_per_s) * 1e3
         bound = (received > 0) * min(node.latency_us, network.latency_us) + received / both
         # One rank per node receives what several ranks of the node want; ranks that hold the same shard count once.
-        first = {x: at.first_of_shard(x) for x in {*(c.source for c in changes), *(c.target for c in changes)}}
+        first = {x: ranks.first_of_shard(x) for x in {*(c.source for c in changes), *(c.target for c in changes)}}
         first_held = np.stack([first[change.source] for change in changes])
-        first_held = first_held[:, None] if at.whole else first_held[:, at.peers]
-        first_wanted = np.stack([first[change.target][at.receivers] for change in changes])
-        on_node = np.array([[at.terms_on_node(change.reduced)] for change in changes])
-        held = (common * (at.near & first_held)).sum(axis=2)
+        first_held = first_held[:, None] if ranks.whole else first_held[:, ranks.peers]
+        first_wanted = np.stack([first[change.target][ranks.receivers] for change in changes])
+        on_node = np.array([[ranks.terms_on_node(change.reduced)] for change in changes])
+        held = (common * (ranks.near & first_held)).sum(axis=2)
         missing = np.where(terms > on_node, wanted, np.maximum(wanted - held, 0)) * first_wanted
-        if at.whole:
-            entering = ((missing[:, None] * at.members).sum(axis=2) / at.nics_on).max(axis=1)
+        if ranks.whole:
+            entering = ((missing[:, None] * ranks.members).sum(axis=2) / ranks.nics_on).max(axis=1)
         else:
-            entering = (missing / at.nics_on[at.nodes[at.receivers]]).max(axis=1)
-        sums, nics = np.ceil(terms / on_node)[:, 0], at.nics_on.sum() * at.mesh.size / len(at.positions)
-        entered = (missing.mean(axis=1) * at.mesh.size + whole * np.maximum(sums - 2, 0)) / nics
+            entering = (missing / ranks.nics_on[ranks.nodes[ranks.receivers]]).max(axis=1)
+        sums, nics = np.ceil(terms / on_node)[:, 0], ranks.nics_on.sum() * ranks.mesh.size / len(ranks.positions)
+        entered = (missing.mean(axis=1) * ranks.mesh.size + whole * np.maximum(sums - 2, 0)) / nics
         over_network = np.maximum(entering, entered) / (network.gigabytes_per_s * 1e3)
         entry = (entering > 0) * (network.latency_us + network.message_us)
         bound = np.maximum(bound, over_network + entry)
