@@ -66,9 +66,9 @@ def pack_and_unpack(measuring: Measuring, shape: tuple[int, int], case: str) -> 
 
 def _around(step: SendRecvStep, x: torch.Tensor) -> Callable[[], object]:
     def call() -> torch.Tensor:
-        packed = torch.empty(step.packed, dtype=x.dtype, device=x.device)
+        packed = torch.empty(step.send_elements, dtype=x.dtype, device=x.device)
         step.pack([x], [packed])
-        received = torch.empty(step.received, dtype=x.dtype, device=x.device)
+        received = torch.empty(step.receive_elements, dtype=x.dtype, device=x.device)
         out = step.empty()
         step.finish([x, received], [out])
         return out

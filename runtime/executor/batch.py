@@ -152,7 +152,7 @@ class TwoSidedRound(_Round):
     def set_messages(self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]) -> None:
         """Set rank, first and last byte of each message in the send buffer and in the receive buffer."""
         self.sends, self.receives = sends, receives
-        self.packed, self.received = (max((end for _, _, end in x), default=0) for x in (sends, receives))
+        self.send_bytes, self.receive_bytes = (max((end for _, _, end in x), default=0) for x in (sends, receives))
 
     def run(self, xs: list[torch.Tensor], fingerprint: int) -> RoundRun:
         transfer, received = self.messages(xs, fingerprint)
@@ -171,9 +171,8 @@ class TwoSidedRound(_Round):
 
     def messages(self, xs: list[torch.Tensor], fingerprint: int) -> tuple[Transfer, torch.Tensor]:
         """Pack all tensors. Returns the transfer and its receive buffer."""
-        packed, received = (
-            self.transport.empty((nbytes,), torch.uint8, self.device) for nbytes in (self.packed, self.received)
-        )
+        sizes = self.send_bytes, self.receive_bytes
+        packed, received = (self.transport.empty((nbytes,), torch.uint8, self.device) for nbytes in sizes)
         for i, step in self.steps.items():
             step.pack([xs[i]], [packed.view(step.dtype)])
         sends = tuple((rank, packed[a:b]) for rank, a, b in self.sends)

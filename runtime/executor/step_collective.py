@@ -38,12 +38,12 @@ class CollectiveReduction(BoundStep):
         return [row for _, rows in sorted(self.outgoing.get(position, {}).items()) for row in rows]
 
     def _bind_scatter(self) -> None:
-        moves, self.packed = [], 0
+        moves, self.send_elements = [], 0
         for rank in self.group:
             (position,) = self.program.mesh.positions_of(np.array([rank])).tolist()
             for row in self._terms_of(position):
-                moves.append(Move((0, packed(row.extent, self.packed)), [(0, self.source(row))]))
-                self.packed += math.prod(row.extent)
+                moves.append(Move((0, packed(row.extent, self.send_elements)), [(0, self.source(row))]))
+                self.send_elements += math.prod(row.extent)
         # The first element of the terms, if they are in group order in the input already.
         self.in_place = contiguous_start(where for _, ((_, where),) in moves)
         self.pack = self.copies([] if self.in_place is not None else moves)
@@ -71,7 +71,7 @@ class CollectiveReduction(BoundStep):
 
     def _terms(self, x: torch.Tensor) -> torch.Tensor:
         if self.in_place is not None:
-            return x.as_strided((self.packed,), (1,), x.storage_offset() + self.in_place)
-        terms = self.transport.empty((self.packed,), self.dtype, self.device)
+            return x.as_strided((self.send_elements,), (1,), x.storage_offset() + self.in_place)
+        terms = self.transport.empty((self.send_elements,), self.dtype, self.device)
         self.pack([x], [terms])
         return terms

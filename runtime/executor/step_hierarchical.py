@@ -101,7 +101,7 @@ class HierarchicalStep(PutStep):
         unreduced = x if isinstance(x, Unreduced) else None
         x = x.out if isinstance(x, Unreduced) else x
         opened = self.buffers(fingerprint)
-        received = self.transport.empty((self.remote.received,), self.dtype, self.device)
+        received = self.transport.empty((self.remote.receive_elements,), self.dtype, self.device)
         transfer = self.remote.transfer(x, received, fingerprint, opened.out, unreduced)
         if unreduced is None or unreduced.later is None:
             opened = yield from self.exchange_addresses(opened, fingerprint)
@@ -156,7 +156,7 @@ class HierarchicalWindowStep(WindowStep):
 
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         out, remote, window = self.empty(), self.remote, self.window
-        received = self.transport.empty((remote.received,), self.dtype, self.device)
+        received = self.transport.empty((remote.receive_elements,), self.dtype, self.device)
         started = yield StartTransfer(remote.transfer(x, received, fingerprint, out))
         turn = self.transport.turn(fingerprint, out=out)
         if window is not None:

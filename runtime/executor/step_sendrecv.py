@@ -143,10 +143,10 @@ class SendRecvStep(BoundStep):
 
     def _bind_sends(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> None:
         sends: list[tuple[int, tuple[int, int, int, int], list[Move], list[Row]]] = []
-        self.packed = 0
+        self.send_elements = 0
         may_send_in_place = shared is None and not self.is_all_to_all
         for peer, rank in peers:
-            first = self._aligned(self.packed) + self.header if shared is None else shared.sent_at[peer]
+            first = self._aligned(self.send_elements) + self.header if shared is None else shared.sent_at[peer]
             rows = [(c, row) for c, of_term in sorted(self.outgoing.get(peer, {}).items()) for row in of_term]
             moves, last = self._moves([row for _, row in rows], first)
             if last == first and not self.is_all_to_all:
@@ -159,7 +159,7 @@ class SendRecvStep(BoundStep):
                 sends.append((number, (rank, buffer, start, end), [] if in_place else moves, sent))
                 start = end
             if in_place is None:
-                self.packed = last
+                self.send_elements = last
         # The first pieces of all messages come first.
         sends.sort(key=lambda send: send[0])
         self.sends = [send for _, send, _, _ in sends]
@@ -172,7 +172,7 @@ class SendRecvStep(BoundStep):
         if self.in_pieces:
             self.sent_rows = [rows for _, _, _, rows in sends]
             """For each send, the rows in it; those that are cut, in parts."""
-            self.pack_piece = [self.copies(moves) for moves in packing]
+            self.pack_pieces = [self.copies(moves) for moves in packing]
             packing = []
         self.pack = self.copies([move for moves in packing for move in moves])
 
@@ -210,7 +210,7 @@ class SendRecvStep(BoundStep):
         """Rank, first and last element, and whether in the output instead of the receive buffer."""
         self.arrives_with = {part: k for k, (_, _, parts) in enumerate(receives) for part in parts}
         """By index in `incoming` and cut, the index of the last receive that brings a term of it."""
-        self.received = len(peers) * self.room if self.is_all_to_all else base
+        self.receive_elements = len(peers) * self.room if self.is_all_to_all else base
         return unpack
 
     def bind_finish(self, unpack: list[tuple[Row, Part]]) -> None:
@@ -265,7 +265,7 @@ class SendRecvStep(BoundStep):
         assert not isinstance(x, Unreduced)
         buffers = x if isinstance(x, list) else [x]
         out = None if self.keep_scattered else self.empty()
-        received = self.transport.empty((self.received,), self.dtype, self.device)
+        received = self.transport.empty((self.receive_elements,), self.dtype, self.device)
         # All ranks of a group take part in a collective, including those that send and receive nothing.
         if self.group or self.sends or self.receives:
             request = self.messages(buffers, received if out is None else out, received, fingerprint)
@@ -281,7 +281,7 @@ class SendRecvStep(BoundStep):
         unreduced = x if isinstance(x, Unreduced) else None
         buffers = [unreduced.out] if unreduced else x if isinstance(x, list) else [cast("torch.Tensor", x)]
         out = self.empty()
-        received = self.transport.empty((self.received,), self.dtype, self.device)
+        received = self.transport.empty((self.receive_elements,), self.dtype, self.device)
         started, more = None, None
         if self.sends or self.receives:
             messages = cast("Transfer", self.messages(buffers, out, received, fingerprint, unreduced))
@@ -321,9 +321,10 @@ class SendRecvStep(BoundStep):
     ) -> Transfer | AllToAll | AllGather:
         """The request for the exchange, packed unless it is in pieces. `unreduced`: the input, if it is reduced piece
         by piece."""
-        packed = self.transport.empty((self.packed,), self.dtype, self.device)
-        self.pack(buffers, [packed])
-        packed_bytes, received_bytes, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
+        send_buffer = self.transport.empty((self.send_elements,), self.dtype, self.device)
+        self.pack(buffers, [send_buffer])
+        packed_bytes, received_bytes = send_buffer.view(torch.uint8), received.view(torch.uint8)
+        size = self.dtype.itemsize
         if self.is_all_to_all:
             return AllToAll(self.group, packed_bytes, received_bytes, self.send_sizes, self.receive_sizes, fingerprint)
         sends = []
@@ -343,12 +344,12 @@ class SendRecvStep(BoundStep):
             for rank, first, last, in_output in self.receives
         ]
 
-        def pack_piece(i: int) -> None:
+        def prepare_send(i: int) -> None:
             if unreduced:
                 self.reductions[i](unreduced.buffers, [unreduced.out])
-            self.pack_piece[i](buffers, [packed])
+            self.pack_pieces[i](buffers, [send_buffer])
 
-        before_send = pack_piece if self.in_pieces else None
+        before_send = prepare_send if self.in_pieces else None
         return Transfer(tuple(sends), tuple(receives), fingerprint, group=self.transfer_group, before_send=before_send)
 
 
