@@ -1,8 +1,9 @@
 """The CPU time of cold plans of one rank, on 16 to 65,536 ranks, with the topology that is found from the machines.
 
-A call is what a rank does that plans for the first time: the topology from the node of each rank, the mesh, the layouts
-from their text, the program of the rank. Nothing is cached. Times are CPU time of the process, the least of several
-runs of each case: `python -m shardweave.bench.planning.scale --out bench/results/plan_scale.md`.
+The requests are those of `bench.workloads` at full shapes, on a mesh of size / 8 × 8 ranks with nodes of 8, and random
+ones. A call is what a rank does that plans for the first time: the topology from the node of each rank, the mesh, the
+layouts from their text, the program of the rank. Nothing is cached. Times are CPU time of the process, the least of
+several runs of each case: `python -m shardweave.bench.planning.scale --out bench/results/plan_scale.md`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from ...planner import MachineFigures, Mesh, Program, found_topology, plan
 from ..harness.machine import provenance
 from ..harness.markdown import provenance_lines, table
 from ..harness.writable import check_writable
+from ..workloads import load_workloads
 
 SIZES = 16, 64, 256, 1024, 4096, 16384, 65536
 MEDIAN_MS, MOST_MS = 5.0, 50.0
 NODES = "8 ranks", "96 ranks", "1 to 12 ranks", "8 or 5 ranks", "ranks dealt out in turn"
+MODELS = "of models"
 FAMILIES = "plain", "partial", "strided"
 SLOWEST = 12
 _TEXT = (
@@ -75,7 +78,17 @@ class Case(NamedTuple):
         )
 
 
-def cases(size: int, count: int, seed: int) -> list[Case]:
+def model_cases(size: int) -> list[Case]:
+    """The workloads on `size` ranks, of which 8 neighbours share a node and are the second mesh dim."""
+    cases = []
+    for workload in load_workloads():
+        # An order that FSDP2 writes as a strided shard is split by the size of the mesh dim that cuts first.
+        source, target = (x.replace(f"/{workload.mesh[1]}", "/8") for x in (workload.source, workload.target))
+        cases.append(Case((size // 8, 8), "8 ranks", source, target, workload.full_shape, size // 3, MODELS))
+    return cases
+
+
+def random_cases(size: int, count: int, seed: int) -> list[Case]:
     """Random cases on `size` ranks, families and kinds of nodes in turn."""
     random = Random(f"{size} {seed}")
     drawn: list[Case] = []
@@ -145,7 +158,7 @@ def measure(sizes: tuple[int, ...], count: int, seed: int, runs: int) -> list[di
     """For each case its milliseconds, and the cost and bytes of its plan."""
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        for case in cases(size, count, seed):
+        for case in (*model_cases(size), *random_cases(size, count, seed)):
             call = partial(case.plan, case.node_of_ranks())
             program = call()
             rows.append(
@@ -165,11 +178,13 @@ def report(rows: Sequence[dict[str, Any]]) -> list[str]:
     """A table by size and kind of layouts, and the slowest cases."""
     heads = ("ranks", "layouts", "cases", "median ms", "p90 ms", "most ms", f"over {MOST_MS:g} ms")
     lines = []
-    for size, family in product(dict.fromkeys(row["size"] for row in rows), FAMILIES):
-        ms = sorted(row["ms"] for row in rows if row["size"] == size and row["case"]["family"] == family)
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    for of_sizes, family in product([*([size] for size in sizes), sizes], (MODELS, *FAMILIES)):
+        ms = sorted(row["ms"] for row in rows if row["size"] in of_sizes and row["case"]["family"] == family)
         over = sum(x > MOST_MS for x in ms)
         figures = statistics.median(ms), ms[len(ms) * 9 // 10], ms[-1]
-        lines.append((f"{size:,}", family, len(ms), *(f"{x:.1f}" for x in figures), over))
+        name = f"{of_sizes[0]:,}" if len(of_sizes) == 1 else "all"
+        lines.append((name, family, len(ms), *(f"{x:.1f}" for x in figures), over))
     slowest = sorted(rows, key=lambda row: -row["ms"])[:SLOWEST]
     named = [
         (f"{row['ms']:.1f}", "×".join(map(str, c["mesh"])), c["nodes"], c["source"], c["target"], c["shape"])
@@ -186,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the report there instead of printing it")
     parser.add_argument("--json", type=Path, help="write every case there too")
-    parser.add_argument("--cases", type=int, default=60, help="cases of each size (default: %(default)s)")
+    parser.add_argument("--cases", type=int, default=60, help="random cases of each size (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="cold runs of each case (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="(default: %(default)s)")
