@@ -210,13 +210,24 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_name(dtype: torch.dtype | str) -> str:
-    """The planner's name of a dtype, which is a torch dtype or its name.
+def check_dtype_argument(argument: str, dtype: object) -> None:
+    """
+    Raises:
+        ArgumentError: `dtype` is neither None nor a torch dtype that the planner supports.
+    """
+    if dtype is not None:
+        if not isinstance(dtype, torch.dtype):
+            raise ArgumentError(f"{argument}: {dtype!r}; allowed: a torch.dtype, or None")
+        dtype_name(dtype, argument)
+
+
+def dtype_name(dtype: torch.dtype | str, argument: str = "dtype") -> str:
+    """The planner's name of a dtype, which is a torch dtype or its name; `argument` is named in the error.
 
     Raises:
         ArgumentError: not supported by the planner, such as quantized dtypes and those of less than a byte.
     """
     name = dtype if isinstance(dtype, str) else name_of(dtype)
     if name not in ITEMSIZE:
-        raise ArgumentError(f"dtype: {shown(name)} is not supported; allowed: {', '.join(ITEMSIZE)}")
+        raise ArgumentError(f"{argument}: {shown(name)} is not supported; allowed: {', '.join(ITEMSIZE)}")
     return name

@@ -41,7 +41,7 @@ class Statistics:
     Attributes:
         calls: programs carried out, by transport.
         delegations: calls left to torch's own redistribution, by reason.
-        ignored: torch arguments that had no effect, by name.
+        ignored: arguments that had no effect, by name: of torch, or under torch.compile.
         host_reads: waits of the host for a device, by the value that it read.
         copies: calls that copied data which otherwise stays where peers wrote it, by the data and the reason.
         transports: the transport of the ranks of each mesh and the reason for it; `reset` keeps it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from ..executor.call import (
     transport_for,
 )
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from . import observer
 from .autograd import as_dtensor
-from .local import plain_local
+from .local import below_dispatch_modes, plain_local
 from .redistribute import target_spec
 from .redistribute_options import RedistributeOptions, call_options
 
@@ -55,6 +57,7 @@ def redistribute_batch(
 
     Returns:
         One DTensor per input, in memory of its own except where nothing has to be done. Gradients are not recorded.
+        Dispatch modes do not see the batch.
 
     Raises:
         ArgumentError: lists of different lengths, placements that do not match, or a tensor that requires gradients
@@ -66,11 +69,10 @@ def redistribute_batch(
         targets = _target_specs(dtensors, placements, device_mesh)
         if not targets:
             return []
-        if torch.is_inference_mode_enabled():
-            # Cached views and buffers outlive the mode.
-            with torch.inference_mode(False):
-                return _run(dtensors, targets, call_options(transport, topology))
-        return _run(dtensors, targets, call_options(transport, topology))
+        # Cached views and buffers outlive inference mode.
+        leave_inference_mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with below_dispatch_modes(), leave_inference_mode:
+            return _run(dtensors, targets, call_options(transport, topology))
     except (ArgumentError, UnsupportedError) as error:
         sources = dtensors if isinstance(dtensors, Sequence) else ()
         meshes = [x.device_mesh for x in sources if isinstance(x, DTensor)]
@@ -96,6 +98,9 @@ def _target_specs(
 
 def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], options: RedistributeOptions) -> list[DTensor]:
     forget_dead_groups()
+    if (recorder := observer.current) is not None:
+        for x, target in zip(dtensors, targets, strict=True):
+            recorder.note(x.dtype, x._spec, target)
     locals_ = [plain_local(x._local_tensor, x._spec).resolve_conj().resolve_neg() for x in dtensors]
     specs = [(x._spec, target) for x, target in zip(dtensors, targets, strict=True)]
     tensors = [(x.shape, x.stride(), x.dtype, x.device) for x in locals_]

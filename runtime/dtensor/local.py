@@ -6,9 +6,8 @@ The first call of a request plans a program and binds it to a transport; later c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,11 +24,11 @@ from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
 from ..executor.call import Call, binding, check_backend, check_ranks, found_topology_of, refuse, transport_for
 from ..executor.choose_algorithm import explain_on, leaves_sums_to_backend
-from ..executor.dispatch_modes import as_one_operator, torchs_collectives
+from ..executor.dispatch_modes import as_one_operator, below_modes, torchs_collectives
 from ..executor.local_slice import BoundSlice
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.select import AnyTransport
-from .partials import TransformedRequest, norm_intermediates, transformed_request
+from .partials import PlainRequest, plain_requests
 from .redistribute_options import RedistributeOptions
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -64,16 +63,8 @@ def run_redistribution(
         UnsupportedError: placements or a dtype that programs do not support.
         TransportError: a peer died, timed out, or made a different request.
     """
-    if torch.is_inference_mode_enabled():
-        # Cached views and buffers outlive the mode, and inference tensors could never be used outside of it.
-        with torch.inference_mode(False):
-            return run_redistribution(x, current, target, options, async_op)
-    if count_dispatch_modes():
-        if detect_fake_mode() is not None:
-            raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
-        # The result of an operator that a mode saves or counts is complete, so `async_op` has no effect.
-        collectives = partial(torchs_collectives, current, target)
-        return as_one_operator(lambda y: run_redistribution(y, current, target, options), x, collectives)
+    if torch.is_inference_mode_enabled() or count_dispatch_modes():
+        return _run_in_modes(x, current, target, options, async_op)
     if x.is_conj() or x.is_neg():
         # Programs move bytes, which do not include these bits.
         x = x.resolve_conj().resolve_neg()
@@ -81,6 +72,59 @@ def run_redistribution(
         return _lookup(x, current, target, options)(x, async_op)
     with on_device(x.device):
         return _lookup(x, current, target, options)(x, async_op)
+
+
+def _run_in_modes(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions, async_op: bool
+) -> torch.Tensor:
+    """`run_redistribution` in inference mode or under dispatch modes, which see the transforms of partials, and each
+    plain redistribution as one operator."""
+    if count_dispatch_modes():
+        refuse_fake_mode()
+    requests = _supported_requests(current, target)
+    if requests != [PlainRequest(current, target)]:
+        return _run_in_turn(requests, options, x, async_op)
+    if torch.is_inference_mode_enabled():
+        # Cached views and buffers outlive the mode, and inference tensors could never be used outside of it.
+        with torch.inference_mode(False):
+            return run_redistribution(x, current, target, options, async_op)
+    # The result of an operator that a mode saves or counts is complete, so `async_op` has no effect.
+    collectives = partial(torchs_collectives, current, target)
+    return as_one_operator(lambda y: run_redistribution(y, current, target, options), x, collectives)
+
+
+def refuse_fake_mode() -> None:
+    """
+    Raises:
+        UnsupportedError: a fake tensor mode is active.
+    """
+    if detect_fake_mode() is not None:
+        raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
+
+
+def below_dispatch_modes() -> AbstractContextManager[None]:
+    """A context without dispatch modes.
+
+    Raises:
+        UnsupportedError: a fake tensor mode is active.
+    """
+    if not count_dispatch_modes():
+        return nullcontext()
+    refuse_fake_mode()
+    return below_modes()
+
+
+def _supported_requests(current: DTensorSpec, target: DTensorSpec) -> list[PlainRequest]:
+    """`plain_requests`, of supported placements.
+
+    Raises:
+        UnsupportedError: placements that programs do not support: before a mask is applied and released.
+    """
+    requests = plain_requests(current, target)
+    for request in requests:
+        for spec in (request.current, request.target):
+            layout_of_spec(spec)
+    return requests
 
 
 def _lookup(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> Bound:
@@ -110,12 +154,9 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: R
     started, or when it looked for the topology."""
     cached = _planners.get(_planner_key(x, current, target, options))
     if cached is None:
-        if request := transformed_request(current, target):
-            for spec in (request.current, request.target):
-                layout_of_spec(spec)  # raises here, before a mask is applied and released
-            if intermediates := norm_intermediates(current, target):
-                return partial(_run_in_turn, list(pairwise([current, *intermediates, target])), options)
-            return partial(_run_transformed, request, options)
+        requests = _supported_requests(current, target)
+        if requests != [PlainRequest(current, target)]:
+            return partial(_run_in_turn, requests, options)
         cached = _plan(x, current, target, options)
     planner, shape = cached.planner, _global_shape(current)
     if planner.local_slice is not None:
@@ -216,28 +257,24 @@ def _peers_need_not_know() -> Iterator[None]:
 
 
 def _run_in_turn(
-    requests: list[tuple[DTensorSpec, DTensorSpec]], options: RedistributeOptions, x: torch.Tensor, async_op: bool
+    requests: list[PlainRequest], options: RedistributeOptions, x: torch.Tensor, async_op: bool
 ) -> torch.Tensor:
-    for current, target in requests:
-        x = run_redistribution(x, current, target, options)
+    for i, (current, target, before, after) in enumerate(requests):
+        x = before(x) if before else x
+        is_last = i + 1 == len(requests)
+        x = run_redistribution(x, current, target, options, async_op and is_last and after is None)
+        x = after(x) if after else x
     return x
-
-
-def _run_transformed(
-    request: TransformedRequest, options: RedistributeOptions, x: torch.Tensor, async_op: bool
-) -> torch.Tensor:
-    # A new look-up, since the transform may change the strides.
-    x = request.before(x) if request.before else x
-    out = run_redistribution(x, request.current, request.target, options, async_op and request.after is None)
-    return request.after(out) if request.after else out
 
 
 def explain_redistribution(
     x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions
 ) -> str:
     """Describe what `run_redistribution` does with the same arguments."""
-    if request := transformed_request(current, target):
-        current, target = request.current, request.target
+    return "\n".join(_explained(x, *request[:2], options) for request in plain_requests(current, target))
+
+
+def _explained(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> str:
     program = _program(x, current, target, options)
     if program.is_identity:
         return program.explain()
@@ -250,13 +287,13 @@ def refuse_redistribution(
     x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions, error: ArgumentError
 ) -> None:
     """Tell the peers of a redistribution that this rank does not make the call, because of `error`."""
-    if request := transformed_request(current, target):
-        current, target = request.current, request.target
-    program = _program(x, current, target, options)
-    if not program.is_identity:
-        (position,) = program.ranks
-        transport, _ = _transport(program, x, options, current.mesh, target.mesh)
-        refuse(transport, program.participants(position), program.first_group(position), error)
+    for request in plain_requests(current, target):
+        program = _program(x, *request[:2], options)
+        if not program.is_identity:
+            (position,) = program.ranks
+            transport, _ = _transport(program, x, options, current.mesh, target.mesh)
+            refuse(transport, program.participants(position), program.first_group(position), error)
+            return
 
 
 def bind_redistribution(
@@ -267,19 +304,14 @@ def bind_redistribution(
         # Cached views and buffers outlive the mode.
         with torch.inference_mode(False):
             return bind_redistribution(x, current, target, options)
-    if request := transformed_request(current, target):
-        if intermediates := norm_intermediates(current, target):
-            for one, next_one in pairwise([current, *intermediates, target]):
-                bind_redistribution(x, one, next_one, options)
-                x = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # norms and replicas have the same shape
-            return
+    refuse_fake_mode()
+    for request in plain_requests(current, target):
         like = x if request.before is None else torch.empty_like(x)
-        bind_redistribution(like, request.current, request.target, options)
-        return
-    with on_device(x.device):
-        call = _lookup(x, current, target, options)
-        assert isinstance(call, Call)
-        call.build(x)
+        with on_device(x.device):
+            call = _lookup(like, request.current, request.target, options)
+            assert isinstance(call, Call)
+            call.build(like)
+        x = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # of norms, which keep their shape in between
 
 
 def is_in(mesh: DeviceMesh) -> bool:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from ...planner import Layout, Mesh
+
 
 class Observer(Protocol):
     def note(self, dtype: torch.dtype, current: DTensorSpec, target: DTensorSpec) -> None: ...
+
+    def note_layouts(
+        self, dtype: torch.dtype, mesh: Mesh, shape: Sequence[int], source: Layout | str, target: Layout | str
+    ) -> None: ...
 
 
 current: Observer | None = None

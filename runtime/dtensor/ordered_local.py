@@ -40,7 +40,8 @@ def ordered_redistribute_local_tensor(
         transport, topology: as for `redistribute`.
 
     Returns:
-        This rank's shard under `target_spec` in `target_order`. Differentiable.
+        This rank's shard under `target_spec` in `target_order`. Differentiable by backward; torch refuses forward-mode
+        derivatives and transforms of `torch.func`.
 
     Raises:
         ArgumentError, UnsupportedError, TransportError: as `redistribute`.
@@ -51,9 +52,7 @@ def ordered_redistribute_local_tensor(
             for name, spec, order in (("source", source_spec, source_order), ("target", target_spec, target_order))
         )
         options = call_options(transport, topology)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return _OrderedRedistribute.apply(tensor, source, target, options)
-        return redistribute_local(options, tensor, source, target, False)
+        return _OrderedRedistribute.apply(tensor, source, target, options)
     except (ArgumentError, UnsupportedError) as error:
         refuse_unplanned(error, [spec.mesh for spec in (source_spec, target_spec) if isinstance(spec, DTensorSpec)])
         raise

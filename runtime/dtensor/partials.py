@@ -1,13 +1,14 @@
 """Partial placements of torch that transform values before and after the reduction.
 
 `_MaskPartial` (rowwise embedding, gather) zeroes values that a rank does not hold; `_NormPartial` sums p-th powers.
-Such a request is carried out as a plain sum with a transform before it, after it, or both.
+Such a request is carried out as one plain sum or several, with a transform before it, after it, or both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,27 +24,42 @@ from ..convert_specs import with_placements
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
-class TransformedRequest(NamedTuple):
-    """A redistribution with plain placements, and the transforms that make it equivalent to the original one.
+class PlainRequest(NamedTuple):
+    """A redistribution with plain placements, and what is done to this rank's local tensor around it.
 
     Attributes:
-        before, after: transforms of this rank's local tensor; None: identity.
+        before, after: transforms of the local tensor; None: identity.
     """
 
     current: DTensorSpec
     target: DTensorSpec
-    before: Transform | None
-    after: Transform | None
+    before: Transform | None = None
+    after: Transform | None = None
 
 
-def transformed_request(current: DTensorSpec, target: DTensorSpec) -> TransformedRequest | None:
-    """Rewrite a request with transformed partials as one with plain placements; None where there are none.
+def plain_requests(current: DTensorSpec, target: DTensorSpec) -> list[PlainRequest]:
+    """The requests with plain placements that, one after the other, carry out a request: itself, if it has no
+    transformed partials.
+
+    Norms that become replicas along several mesh dims are reduced along one at a time, with a root after each, as torch
+    does, so that sums of two terms are bitwise equal to torch's.
 
     Raises:
         UnsupportedError: partials that cannot be transformed and reduced together.
     """
     if not any(map(_is_transformed, (*current.placements, *target.placements))):
-        return None
+        return [PlainRequest(current, target)]
+    _transformed(current, target)  # raises for all of them before the first is carried out
+    specs = [current, *_norm_intermediates(current, target), target]
+    return [_transformed(*ends) for ends in pairwise(specs)]
+
+
+def _transformed(current: DTensorSpec, target: DTensorSpec) -> PlainRequest:
+    """A request with transformed partials as one with plain placements.
+
+    Raises:
+        UnsupportedError: as `plain_requests`.
+    """
     request = f"placements {current.placements} to {target.placements}"
     if current.mesh != target.mesh:
         raise UnsupportedError(f"{request}, on another mesh; allowed: plain partials")
@@ -56,7 +72,7 @@ def transformed_request(current: DTensorSpec, target: DTensorSpec) -> Transforme
             raise UnsupportedError(f"{request}; allowed: one kind of partial where norms are reduced")
         # The terms of a norm are powers, also where it is made from replicas.
         power, root = partial(_power, norm.norm_type), partial(_power, 1.0 / norm.norm_type)
-        return TransformedRequest(_untransformed(current), _untransformed(target), power, root)
+        return PlainRequest(_untransformed(current), _untransformed(target), power, root)
     masks = [p.mask_buffer for m in wide if isinstance(p := current.placements[m], _MaskPartial)]
     masked = [m for m in wide if isinstance(target.placements[m], _MaskPartial)]
     if len(masked) > 1 or (masked and masks):
@@ -65,12 +81,11 @@ def transformed_request(current: DTensorSpec, target: DTensorSpec) -> Transforme
         )
     mask = partial(_apply_masks, masks) if masks else None
     split = partial(_partition, target, masked[0]) if masked else None
-    return TransformedRequest(_untransformed(current), _untransformed(target, masked), mask, split)
+    return PlainRequest(_untransformed(current), _untransformed(target, masked), mask, split)
 
 
-def norm_intermediates(current: DTensorSpec, target: DTensorSpec) -> list[DTensorSpec]:
-    """The intermediate specs where norms become replicas along several mesh dims: one mesh dim at a time, with a root
-    after each, as torch does, so that sums of two terms are bitwise equal to torch's."""
+def _norm_intermediates(current: DTensorSpec, target: DTensorSpec) -> list[DTensorSpec]:
+    """The specs between the reductions of norms along several mesh dims."""
     intermediates, placements = [], list(current.placements)
     for m, (a, b) in enumerate(zip(current.placements, target.placements, strict=True)):
         if isinstance(a, _NormPartial) and b.is_replicate() and current.mesh.size(m) > 1:

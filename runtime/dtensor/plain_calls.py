@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
 
-from ...errors import UnsupportedError
 from ...kernels import on_device
 from ...planner import Layout, Mesh, plan, title
 from ..convert_specs import dtype_name
@@ -20,7 +18,8 @@ from ..executor.call import Call, binding, check_backend, found_topology_of, tra
 from ..executor.choose_algorithm import leaves_sums_to_backend
 from ..executor.dispatch_modes import as_one_operator
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
-from .local import count_dispatch_modes
+from . import observer
+from .local import count_dispatch_modes, refuse_fake_mode
 from .redistribute_options import RedistributeOptions
 
 _c10d: Any = torch.ops._c10d_functional
@@ -63,6 +62,9 @@ def redistribute_plain(
         TransportError: a peer died, timed out, or made a different request.
     """
 
+    if (recorder := observer.current) is not None:
+        recorder.note_layouts(x.dtype, mesh, shape, source, target)
+
     def run(x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
         with torch.no_grad(), torch.inference_mode(False), on_device(x.device):
             out = plain_call(x, mesh, shape, source, target, options, groups)(x, async_op)
@@ -71,8 +73,7 @@ def redistribute_plain(
     x = x.detach().resolve_conj().resolve_neg()
     if not count_dispatch_modes():
         return run(x, async_op)
-    if detect_fake_mode() is not None:
-        raise UnsupportedError("a fake tensor mode is active: programs move real memory")
+    refuse_fake_mode()
     return as_one_operator(run, x, partial(_torchs_collectives, source, target, groups))
 
 

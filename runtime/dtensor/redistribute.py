@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Orders, Topology, held_sizes, whole_numbers
-from ..convert_specs import layout_of_spec, normalize_placements
+from ..convert_specs import check_dtype_argument, layout_of_spec, normalize_placements
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
@@ -77,11 +77,12 @@ def redistribute(
             minimise bytes.
         reduction: "ordered" or "fast", as for `install`. None: the value of `install`.
 
-    Under torch.compile, torch's own redistribution is traced instead, which supports placements and dtypes only.
+    Under torch.compile, torch's own redistribution is traced instead, which supports placements and dtypes only;
+    `transport`, `topology` and `reduction` have no effect there and are counted in `stats().ignored`.
 
     Returns:
         A DTensor that shares no memory with `dtensor`, except where nothing has to be done. Differentiable any number
-        of times; the gradient of a partial input is replicated.
+        of times, by backward; the gradient of a partial input is replicated.
 
     Raises:
         ArgumentError: placements, a shard order, a dtype or an `out` that do not match; raised before anything is
@@ -93,16 +94,19 @@ def redistribute(
     if not isinstance(dtensor, DTensor):
         raise refuse_unplanned(ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor"), ())
     if torch.compiler.is_compiling():
-        # torch's own redistribution can be traced. Arguments that it does not know would be lost.
-        _count_traced()
+        # torch's own redistribution can be traced. Arguments that change its result and are unknown to it are refused.
+        options = {"transport": transport, "topology": topology, "reduction": reduction}
+        _count_traced([name for name, given in options.items() if given is not None])
         if placements is None or any(argument is not None for argument in (device_mesh, shard_order, out)):
             raise UnsupportedError("redistribute: torch.compile is tracing; allowed there: placements and dtypes alone")
         dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
         return dtensor.redistribute(placements=placements, async_op=async_op, **dtypes)  # type: ignore[arg-type]
     try:
+        if not isinstance(async_op, bool):
+            raise ArgumentError(f"async_op: {async_op!r}; allowed: True or False")
         own = dtensor._local_tensor.dtype
-        _check_dtype("forward_dtype", forward_dtype)
-        _check_dtype("backward_dtype", backward_dtype)
+        check_dtype_argument("forward_dtype", forward_dtype)
+        check_dtype_argument("backward_dtype", backward_dtype)
         target = target_spec(dtensor, placements, device_mesh, shard_order)
         run = partial(redistribute_local, call_options(transport, topology, reduction))
         op_dtype = forward_dtype or own
@@ -127,8 +131,9 @@ def redistribute(
 
 
 @torch.compiler.assume_constant_result
-def _count_traced() -> None:
-    """Count a call while torch.compile traces, without adding anything to the graph."""
+def _count_traced(ignored: list[str]) -> None:
+    """Count a call while torch.compile traces, and the arguments that have no effect, without changing the graph."""
+    stats().ignored.update(ignored)
     if not is_installed():  # otherwise the replacement of torch's function, which is called next, counts it
         stats().delegations["torch.compile is tracing"] += 1
 
@@ -184,6 +189,8 @@ def explain(
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
     options = call_options(transport, topology, reduction)
     target = target_spec(dtensor, placements, device_mesh, shard_order)
+    if not (is_in(dtensor._spec.mesh) or is_in(target.mesh)):
+        return "this rank takes no part: it is outside the mesh"
     return explain_redistribution(plain_local(dtensor._local_tensor, dtensor._spec), dtensor._spec, target, options)
 
 
@@ -215,7 +222,7 @@ def bind(
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
-    _check_dtype("forward_dtype", forward_dtype)
+    check_dtype_argument("forward_dtype", forward_dtype)
     options = call_options(transport, topology, reduction)
     target = target_spec(dtensor, placements, device_mesh, shard_order)
     dtype = forward_dtype or dtensor._local_tensor.dtype
@@ -228,11 +235,6 @@ def _bind_local(
     if is_in(source.mesh) or is_in(target.mesh):
         bind_redistribution(plain_local(local, source), source, target, options)
     return local
-
-
-def _check_dtype(name: str, dtype: object) -> None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ArgumentError(f"{name}: {dtype!r}; allowed: a torch.dtype, or None")
 
 
 def redistribute_local(
@@ -293,7 +295,7 @@ def sorted_orders(shard_order: Mapping[int, Sequence[int]]) -> Orders:
     """
     try:
         return tuple((dim, whole_numbers("shard_order", cuts)) for dim, cuts in sorted(shard_order.items()))
-    except (AttributeError, TypeError):
+    except (ArgumentError, AttributeError, TypeError):
         pass
     raise ArgumentError(f"shard_order: {shard_order!r}; allowed: a mapping of tensor dims to sequences of mesh dims")
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError
 from ...planner import Topology
 from ..executor.choose_algorithm import Reduction, check_reduction
+from ..transports.choose_transport import check_name
 
 
 class RedistributeOptions(NamedTuple):
@@ -47,12 +48,11 @@ def call_options(transport: Any = None, topology: Any = None, reduction: Any = N
     """The options of one call: its arguments, and the default for those that are None.
 
     Raises:
-        ArgumentError: an argument of the wrong type, or an unknown reduction.
+        ArgumentError: an argument of the wrong type, or an unknown transport or reduction.
     """
     if transport is None and topology is None and reduction is None:
         return default
-    if transport is not None and not isinstance(transport, str):
-        raise ArgumentError(f"transport: {transport!r}; allowed: a name, or None")
+    check_name(transport)
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
     reduction = default.reduction if reduction is None else check_reduction(reduction)

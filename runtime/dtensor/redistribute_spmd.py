@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...planner import Layout, Mesh, Partial, Placement, Replicate, Shard, Topology, check_shape, held_sizes
+from ..convert_specs import check_dtype_argument
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
@@ -188,8 +189,7 @@ def _check(x: Any, mesh: Any, forward_dtype: Any, backward_dtype: Any) -> None:
     if mesh.get_coordinate() is None:
         raise ArgumentError(f"mesh: {mesh}, without rank {dist.get_rank()}; allowed: called on the ranks of the mesh")
     for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise ArgumentError(f"{name}: {dtype!r}; allowed: a torch.dtype, or None")
+        check_dtype_argument(name, dtype)
 
 
 # With the mesh, whose id is in the key.

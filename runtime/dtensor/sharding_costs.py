@@ -14,7 +14,7 @@ from ...errors import ShardweaveError
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..statistics import stats
-from .partials import transformed_request
+from .partials import plain_requests
 
 _NAME = "redistribute_cost"
 stock_redistribute_cost: Callable[[DTensorSpec, DTensorSpec], float] = torch_costs.redistribute_cost
@@ -71,8 +71,11 @@ def _why_no_cost(current: DTensorSpec, target: DTensorSpec) -> str | None:
 
 
 def _compute_cost(current: DTensorSpec, target: DTensorSpec) -> float:
-    if request := transformed_request(current, target):
-        current, target = request.current, request.target
+    return sum(_cost_of(request.current, request.target) for request in plain_requests(current, target))
+
+
+def _cost_of(current: DTensorSpec, target: DTensorSpec) -> float:
+    """The cost of a request with plain placements."""
     assert current.tensor_meta is not None and _topology is not None
     mesh, shape, dtype = mesh_of(current.mesh), tuple(current.tensor_meta.shape), dtype_name(current.tensor_meta.dtype)
     source, destination = layout_of_spec(current), layout_of_spec(target)

@@ -27,6 +27,7 @@ from ..executor.dispatch_modes import active_modes, note_decision, why_not_under
 from ..statistics import count_delegation, stats
 from . import redistribute_options
 from .drop_in import SMALL, backend_obstacle, level_of_reason, why_not_plain
+from .local import is_in
 from .plain_calls import mesh_of_group, redistribute_plain
 from .redistribute_options import RedistributeOptions
 
@@ -264,7 +265,8 @@ def _carry_out(
 def _why_not(request: _Request, mesh: Mesh, options: RedistributeOptions) -> str | None:
     if options.only is not None:
         ranks = mesh.rank_array.tolist()
-        axes = (dist.get_process_group_ranks(group) for other in options.only for group in other.get_all_groups())
+        mine = [other for other in options.only if is_in(other)]
+        axes = (dist.get_process_group_ranks(group) for other in mine for group in other.get_all_groups())
         if ranks not in axes:
             return _OTHER_AXIS
     if math.prod(request.shape) * request.x.element_size() < options.min_bytes:

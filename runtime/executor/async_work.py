@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from ...errors import UnsupportedError
 from .. import flight_recorder
 from ..statistics import Redistribution
 from ..transports.process_group import ProcessGroupTransport
@@ -66,6 +67,12 @@ class AsyncRun:
         self._work = _AsyncWork(self, output)
         _register_work(output, self._work)
         return AsyncCollectiveTensor(output)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "a tensor that is saved is the output of a call with async_op=True that nothing has waited for; allowed: "
+            "after its first use"
+        )
 
     def finish(self) -> None:
         """Finish the run. Further calls do nothing, or raise the same error. May be called on any thread.

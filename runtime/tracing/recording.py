@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, ShardweaveError
-from ...planner import Mesh, plan, position_of
+from ...planner import Layout, Mesh, plan, position_of
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..dtensor.observer import observe
-from ..dtensor.partials import transformed_request
+from ..dtensor.partials import plain_requests
 from ..transports.select import sessions
 from .trace_file import MOST_ENTRIES, Cost, Entry, Trace, remove_larger, remove_own
 
@@ -78,6 +78,12 @@ class Recording:
         except TypeError:  # cannot be hashed
             self.left_out["symbolic shapes"] += 1
 
+    def note_layouts(
+        self, dtype: torch.dtype, mesh: Mesh, shape: Sequence[int], source: Layout | str, target: Layout | str
+    ) -> None:
+        """Count a redistribution of a plain tensor."""
+        self.note_entry(Entry(mesh, None, tuple(shape), dtype_name(dtype), str(source), str(target), _caller()))
+
     def note_entry(self, entry: Entry) -> None:
         """Count a redistribution that does not call `redistribute`."""
         self._count(self._entries, entry)
@@ -117,11 +123,12 @@ class Recording:
         counts: list[tuple[_Key | Entry, int]] = [*self._calls.items(), *self._entries.items()]
         for key, calls in counts:
             try:
-                entry = key if isinstance(key, Entry) else _entry(key, self._meshes)
-                bytes_received = _bytes_received(entry, self._rank)
-                # Different specs may have the same entry, since a trace does not contain strides.
-                before = redistributions[entry].calls if entry in redistributions else 0
-                redistributions[entry] = Cost(max(before, calls) if entry.traced else before + calls, bytes_received)
+                for entry in [key] if isinstance(key, Entry) else _entries(key, self._meshes):
+                    bytes_received = _bytes_received(entry, self._rank)
+                    # Different specs may have the same entry, since a trace does not contain strides.
+                    before = redistributions[entry].calls if entry in redistributions else 0
+                    counted = max(before, calls) if entry.traced else before + calls
+                    redistributions[entry] = Cost(counted, bytes_received)
             except ShardweaveError as error:
                 left_out[str(error)] += calls
         alive = (_process_start(), round(time.time(), 2)) if self._ranks_communicate else (0.0, 0.0)
@@ -129,22 +136,22 @@ class Recording:
         return Trace(torch.__version__, self._size, (self._rank,), redistributions, dict(left_out), alive, None, names)
 
 
-def _entry(key: _Key, meshes: Mapping[DeviceMesh, Mesh]) -> Entry:
-    """The entry of a recorded call.
+def _entries(key: _Key, meshes: Mapping[DeviceMesh, Mesh]) -> list[Entry]:
+    """The entries of a recorded call: one, but for norms along several mesh dims.
 
     Raises:
         ShardweaveError: a redistribution that shardweave does not support.
     """
-    current, target = key.current, key.target
-    if request := transformed_request(current, target):
-        current, target = request.current, request.target
-    if current.tensor_meta is None:
-        raise ArgumentError("a spec without tensor_meta")
-    mesh, other = meshes[current.mesh], meshes[target.mesh]
-    source, destination = layout_of_spec(current, mesh), layout_of_spec(target, other)
-    shape, dtype = tuple(current.tensor_meta.shape), dtype_name(key.dtype)
-    target_mesh = None if mesh == other else other
-    return Entry(mesh, target_mesh, shape, dtype, str(source), str(destination), key.where, key.traced)
+    entries = []
+    for current, target, *_ in plain_requests(key.current, key.target):
+        if current.tensor_meta is None:
+            raise ArgumentError("a spec without tensor_meta")
+        mesh, other = meshes[current.mesh], meshes[target.mesh]
+        source, destination = layout_of_spec(current, mesh), layout_of_spec(target, other)
+        shape, dtype = tuple(current.tensor_meta.shape), dtype_name(key.dtype)
+        target_mesh = None if mesh == other else other
+        entries.append(Entry(mesh, target_mesh, shape, dtype, str(source), str(destination), key.where, key.traced))
+    return entries
 
 
 def _bytes_received(entry: Entry, rank: int) -> int:

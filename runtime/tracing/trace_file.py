@@ -240,9 +240,8 @@ class Trace:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError(
-                f"{str(path)!r} cannot be read: {error}; allowed: a trace written by `record`"
-            ) from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ArgumentError(f"{str(path)!r} cannot be read: {why}; allowed: a trace written by `record`") from None
         return cls.from_json(text, repr(str(path)))
 
 

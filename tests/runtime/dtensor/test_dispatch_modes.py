@@ -35,6 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from variants import crossed
 
 import shardweave
+from shardweave.errors import UnsupportedError
 
 pytestmark = pytest.mark.multi
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -432,6 +433,19 @@ def what_modes_see(rank: int) -> None:
     with Recorder() as seen:
         assert shardweave.redistribute(x, [S1]).full_tensor().equal(x.full_tensor())
     assert seen.seen["shardweave.redistribute.default"] == 1
+    # No mode sees a batch, and where tensors have no memory all of it is refused, before ranks communicate.
+    with Recorder() as seen:
+        (out,) = shardweave.redistribute_batch([x], [[S1]])
+    assert not seen.seen and out.full_tensor().equal(x.full_tensor())
+    calls = [
+        lambda: shardweave.redistribute(x, [S1]),
+        lambda: shardweave.redistribute_batch([x], [[S1]]),
+        lambda: shardweave.bind(x, [S1]),
+    ]
+    for call in calls:
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(UnsupportedError, match="a fake tensor mode is"):
+            call()
+    assert shardweave.redistribute(x, [S1]).full_tensor().equal(x.full_tensor())
     shardweave.FSDPAllGather()(torch.empty(4), torch.ones(2), dist.group.WORLD)
     with Recorder() as seen:
         out = torch.empty(4)

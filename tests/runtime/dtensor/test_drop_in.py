@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed.tensor._redistribute as torch_redistribute
 from rank_processes import run_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -401,6 +402,13 @@ def ordered(rank: int) -> None:
             shardweave.ordered_redistribute_local_tensor(cut(x, mesh, {0: (0, 1)}), spec, spec, wrong)
     with pytest.raises(ArgumentError, match="source_spec: .*; allowed: a DTensorSpec with tensor_meta"):
         shardweave.ordered_redistribute_local_tensor(x, DTensorSpec(mesh, (S0, S0)), spec)
+    replicated, local = DTensorSpec(mesh, (R, R), meta), cut(x, mesh, {0: (0, 1)})
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode AD"):
+        dual = forward_ad.make_dual(local, torch.ones_like(local))
+        shardweave.ordered_redistribute_local_tensor(dual, spec, replicated)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.jvp(lambda y: shardweave.ordered_redistribute_local_tensor(y, spec, replicated), (local,), (local,))
+    assert shardweave.ordered_redistribute_local_tensor(local, spec, replicated).equal(x)
 
 
 def test_ordered_redistribute_local_tensor() -> None:

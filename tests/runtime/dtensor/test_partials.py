@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from rank_processes import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardweave
 
@@ -143,3 +147,61 @@ def what_is_left(rank: int) -> None:
 
 def test_unsupported_transforms_are_delegated() -> None:
     run_ranks(what_is_left, 4)
+
+
+def _parallel_net(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    plan = {"0": RowwiseParallel(input_layouts=R), "1": ColwiseParallel(), "3": RowwiseParallel()}
+    return parallelize_module(net, mesh, plan)
+
+
+def _save_collectives(context: object, op: object, *args: object, **options: object) -> CheckpointPolicy:
+    saved = "c10d" in str(op) and "wait" not in str(op)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def trained(rank: int) -> list[float]:
+    """Losses and gradients of steps with new indices each, in a checkpointed region, and results in inference mode."""
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    net, contexts = _parallel_net(mesh), partial(create_selective_checkpoint_contexts, _save_collectives)
+    for step in range(3):
+        torch.manual_seed(step)
+        ids = torch.randint(10, (2, 4))
+        loss = checkpoint(net, ids, use_reentrant=False, context_fn=contexts).square().sum()
+        loss.backward()
+        with torch.inference_mode():
+            found.append(net(ids.flip(0)).sum().item())
+        found += [loss.item(), net[0].weight.grad.full_tensor().sum().item()]
+    with torch.no_grad():
+        found.append(net(torch.randint(10, (3, 5))).sum().item())
+    return found
+
+
+def trained_as_torch_does(rank: int) -> None:
+    stats, want = shardweave.stats(), trained(rank)
+    with shardweave.installed():
+        assert trained(rank) == want
+    assert stats.calls and not stats.delegations, stats
+
+
+def test_embeddings_in_checkpointed_regions_and_in_inference_mode() -> None:
+    """A mask lives from the look-up to the sum: recomputed regions and inference mode release it as well."""
+    run_ranks(trained_as_torch_does, 2)
+
+
+def explained(rank: int) -> None:
+    """Norms along two mesh dims are two programs; `explain`, `bind` and the peers of a refused call know both."""
+    mesh, stats = init_device_mesh("cpu", (2, 2)), shardweave.stats()
+    norms = DTensor.from_local(torch.full((3,), 1.0 + rank), mesh, [_NormPartial(2.0)] * 2, run_check=False)
+    text = shardweave.explain(norms, (R, R))
+    assert "P P → R P" in text and "R P → R R" in text, text
+    stats.reset()
+    shardweave.bind(norms, (R, R))
+    found = shardweave.redistribute(norms, (R, R))
+    assert found.to_local().equal(torch.full((3,), 1.0 + 4 + 9 + 16).sqrt())
+    assert sum(stats.calls.values()) == 2
+
+
+def test_norms_are_explained_as_they_are_carried_out() -> None:
+    run_ranks(explained, 4)

@@ -6,6 +6,7 @@ import importlib.util
 from enum import Enum
 from functools import partial
 from itertools import product
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -150,12 +151,15 @@ def test_equals_one_axis_after_the_other(every: int) -> None:
     assert done > 100 / every
 
 
-def one_exchange(rank: int) -> None:
+def one_exchange(rank: int, trace: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     x = numbers(rank, (4, 6))
     shardweave.stats().reset()
     src, dst = {Axis.A: S(0), Axis.B: P, "c": R}, {Axis.A: S(1), Axis.B: R, "c": S(0)}
-    shardweave.redistribute_spmd(x, mesh, src, dst)
+    with shardweave.record(trace) as recording:
+        shardweave.redistribute_spmd(x, mesh, src, dst)
+    ((entry, cost),) = recording.trace().redistributions.items()
+    assert (entry.source, entry.target, entry.shape, cost.calls) == ("S0 P", "S1 R", (8, 6), 1), entry
     shardweave.redistribute_spmd(x, mesh, {"a": S(0), "b": S(1)}, {"a": S(1), "b": S(0)})
     ((request, _), kind) = next(iter(shardweave.stats().redistributions.items()))
     assert sum(shardweave.stats().calls.values()) == 2, (request, kind)
@@ -181,8 +185,8 @@ def one_exchange(rank: int) -> None:
     gradient.sum().backward()  # differentiable twice
 
 
-def test_one_call_for_several_axes() -> None:
-    run_ranks(one_exchange, 4)
+def test_one_call_for_several_axes(tmp_path: Path) -> None:
+    run_ranks(one_exchange, 4, str(tmp_path / "trace.json"))
 
 
 def wrong(rank: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import end_ranks, run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from variants import crossed
 
@@ -311,6 +311,10 @@ def in_place_and_async(rank: int) -> None:
         "smaller than install(min_bytes=)",
         "an axis of a mesh that install(only=) leaves out",
     }
+    shardweave.stats().reset()
+    with shardweave.installed(spmd_types=True, only=DeviceMesh("cpu", [0])):  # a mesh without rank 1
+        assert spmd.all_reduce(x, axis, dst=R).equal(want)
+    assert set(shardweave.stats().delegations) == {"an axis of a mesh that install(only=) leaves out"}
     shardweave.stats().reset()
     with shardweave.installed(spmd_types=True, only=mesh):
         assert spmd.all_reduce(x, mesh.get_group("a"), dst=R).equal(want)

@@ -42,6 +42,7 @@ def program(rank: int, path: str, installed: bool) -> bool:
         ids = DTensor.from_local(torch.arange(4), mesh, (R, R), run_check=False)
         weight = distribute_tensor(torch.ones(8, 6), mesh, (R, S0), src_data_rank=None)
         functional.embedding(ids, weight).redistribute(placements=(R, R))
+        shardweave.redistribute_batch([x.detach()] * 2, [(R, S1), (S0, R)])
     assert shardweave.is_installed() == installed
     recorded = shardweave.runtime.dtensor.drop_in.redistribute_local_tensor if installed else None
     bound = torch_redistribute.redistribute_local_tensor
@@ -68,6 +69,8 @@ def test_recorded_redistributions_of_a_program(tmp_path: Path, installed: bool) 
     assert entry.where.startswith("test_recording.py:") and entry.where.endswith(" program")
     assert by_layouts["S1 S0", "S0 S1", True][1] == Cost(1, 48)
     assert by_layouts["S0 S1", "S0 S0 @ 0:1,0", False][1].calls == 1
+    # Tensors of a batch are counted one by one.
+    assert [by_layouts["S0 S1", target, False][1].calls for target in ("R S1", "S0 R")] == [1, 1]
     # A masked partial is recorded as a sum.
     assert by_layouts["R P", "R R", False][0].shape == (4, 6)
     first = [cost.total_bytes for _, cost in trace.heaviest_first()]

@@ -232,6 +232,7 @@ def refuse_unplanned_and_go_on(rank: int, transport: str, refusing: Sequence[int
             placements, more = {
                 "placements": ([Shard(7)], {}),
                 "dtype": ([Replicate()], {"forward_dtype": "float16"}),
+                "quantized": ([Replicate()], {"forward_dtype": torch.quint8}),
                 "order": ([Replicate()], {"shard_order": {0: (0,)}}),
                 "batch": ([Shard(7)], {}),
                 "not a DTensor": ([Replicate()], {}),
@@ -252,7 +253,7 @@ def refuse_unplanned_and_go_on(rank: int, transport: str, refusing: Sequence[int
 
 
 @crossed(
-    "variant, transport", ["placements", "dtype", "order", "batch", "not a DTensor"], TRANSPORTS,
+    "variant, transport", ["placements", "dtype", "quantized", "order", "batch", "not a DTensor"], TRANSPORTS,
     gate=lambda variant, transport: variant in ("placements", "batch") or transport == TWO_SIDED,
 )  # fmt: skip
 def test_refusal_before_planning_by_one_rank(transport: str, variant: str) -> None:
