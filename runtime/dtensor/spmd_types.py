@@ -38,7 +38,7 @@ _REFUSED = "spmd_types: sizes, strides or dims that it refuses or handles itself
 _logger = logging.getLogger(__name__)
 
 
-class _Request(NamedTuple):
+class _Collective(NamedTuple):
     """A collective as the redistribution of a tensor on the mesh of the axis.
 
     Attributes:
@@ -63,39 +63,39 @@ class _Request(NamedTuple):
         return out if self.moved is None else out.movedim(0, self.moved)
 
 
-def _all_reduce(x: torch.Tensor, mesh: Mesh, dst: Any, inplace: bool) -> _Request | str:
+def _all_reduce(x: torch.Tensor, mesh: Mesh, dst: Any, inplace: bool) -> _Collective | str:
     if not x.is_contiguous():
         return _REFUSED
-    return _Request(x, tuple(x.shape), "P", "R")
+    return _Collective(x, tuple(x.shape), "P", "R")
 
 
-def _all_gather_stack(x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int) -> _Request | str:
+def _all_gather_stack(x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int) -> _Collective | str:
     if not 0 <= gather_dim <= x.ndim:
         return _REFUSED
     return _all_gather(x.unsqueeze(gather_dim), mesh, dst, gather_dim)
 
 
-def _all_gather(x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int) -> _Request | str:
+def _all_gather(x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int) -> _Collective | str:
     shape = _with_size(x, gather_dim, mesh.size * x.shape[gather_dim])
-    return _Request(x, shape, f"S{gather_dim}", "R")
+    return _Collective(x, shape, f"S{gather_dim}", "R")
 
 
 def _all_gather_uneven(
     x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int, split_sizes: Sequence[int]
-) -> _Request | str:
+) -> _Collective | str:
     if not _are_chunks(split_sizes, mesh.size) or x.shape[gather_dim] != split_sizes[_position(mesh)]:
         return _OTHER_SIZES
     shape = _with_size(x, gather_dim, sum(split_sizes))
-    return _Request(x, shape, f"S{gather_dim}", "R")
+    return _Collective(x, shape, f"S{gather_dim}", "R")
 
 
-def _reduce_scatter_stack(x: torch.Tensor, mesh: Mesh, scatter_dim: int) -> _Request | str:
+def _reduce_scatter_stack(x: torch.Tensor, mesh: Mesh, scatter_dim: int) -> _Collective | str:
     if not 0 <= scatter_dim < x.ndim or x.shape[scatter_dim] != mesh.size:
         return _REFUSED
     return _scattered(x, scatter_dim)._replace(squeezed=scatter_dim)
 
 
-def _reduce_scatter(x: torch.Tensor, mesh: Mesh, scatter_dim: int) -> _Request | str:
+def _reduce_scatter(x: torch.Tensor, mesh: Mesh, scatter_dim: int) -> _Collective | str:
     if x.shape[scatter_dim] % mesh.size:
         return _REFUSED
     if _contiguous_results:
@@ -104,30 +104,32 @@ def _reduce_scatter(x: torch.Tensor, mesh: Mesh, scatter_dim: int) -> _Request |
     return _scattered(x.movedim(scatter_dim, 0), 0)._replace(moved=scatter_dim)
 
 
-def _reduce_scatter_uneven(x: torch.Tensor, mesh: Mesh, scatter_dim: int, split_sizes: Sequence[int]) -> _Request | str:
+def _reduce_scatter_uneven(
+    x: torch.Tensor, mesh: Mesh, scatter_dim: int, split_sizes: Sequence[int]
+) -> _Collective | str:
     if not _are_chunks(split_sizes, mesh.size) or x.shape[scatter_dim] != sum(split_sizes):
         return _OTHER_SIZES
     return _scattered(x, scatter_dim)
 
 
-def _scattered(x: torch.Tensor, dim: int) -> _Request:
-    return _Request(x, tuple(x.shape), "P", f"S{dim}")
+def _scattered(x: torch.Tensor, dim: int) -> _Collective:
+    return _Collective(x, tuple(x.shape), "P", f"S{dim}")
 
 
-def _all_to_all_stack(x: torch.Tensor, mesh: Mesh, split_dim: int, concat_dim: int) -> _Request | str:
+def _all_to_all_stack(x: torch.Tensor, mesh: Mesh, split_dim: int, concat_dim: int) -> _Collective | str:
     if not (0 <= split_dim < x.ndim and 0 <= concat_dim < x.ndim) or x.shape[split_dim] != mesh.size:
         return _REFUSED
     # Rank r holds x[r], sharded along what becomes dim `concat_dim`; the result keeps its own index of the first dim.
     x = x.movedim(split_dim, 0).unsqueeze(concat_dim + 1)
     shape = _with_size(x, concat_dim + 1, mesh.size)
-    return _Request(x, shape, f"S{concat_dim + 1}", "S0", 0)
+    return _Collective(x, shape, f"S{concat_dim + 1}", "S0", 0)
 
 
-def _all_to_all(x: torch.Tensor, mesh: Mesh, split_dim: int, concat_dim: int) -> _Request | str:
+def _all_to_all(x: torch.Tensor, mesh: Mesh, split_dim: int, concat_dim: int) -> _Collective | str:
     if x.shape[split_dim] % mesh.size or split_dim == concat_dim:
         return _REFUSED
     shape = _with_size(x, concat_dim, mesh.size * x.shape[concat_dim])
-    return _Request(x, shape, f"S{concat_dim}", f"S{split_dim}")
+    return _Collective(x, shape, f"S{concat_dim}", f"S{split_dim}")
 
 
 def _all_to_all_uneven(x: torch.Tensor, mesh: Mesh, output_split_sizes: Any, input_split_sizes: Any) -> str:
@@ -149,7 +151,7 @@ def _position(mesh: Mesh) -> int:
     return mesh.rank_array.tolist().index(dist.get_rank())
 
 
-_REQUESTS: dict[str, Callable[..., _Request | str]] = {
+_REQUESTS: dict[str, Callable[..., _Collective | str]] = {
     "_AllReduce": _all_reduce,
     "_AllGatherStack": _all_gather_stack,
     "_AllGatherShard": _all_gather,
@@ -201,7 +203,7 @@ def bind_spmd_types(installed: bool) -> None:
         function.forward = staticmethod(_forward(original.__func__, request, names))
 
 
-def _forward(original: Callable[..., Any], request: Callable[..., _Request | str], names: list[str]) -> Callable:
+def _forward(original: Callable[..., Any], request: Callable[..., _Collective | str], names: list[str]) -> Callable:
     """The forward of one of the autograd functions. `names` are those of the arguments between the axis and the dtype
     options; spmd_types keeps each under its name for the backward."""
 
@@ -227,13 +229,13 @@ def _forward(original: Callable[..., Any], request: Callable[..., _Request | str
 
 
 def _carry_out(
-    request_of: Callable[[torch.Tensor, Mesh], _Request | str], x: torch.Tensor, axis: dist.ProcessGroup, dtypes: Any
+    request_of: Callable[[torch.Tensor, Mesh], _Collective | str], x: torch.Tensor, axis: dist.ProcessGroup, dtypes: Any
 ) -> torch.Tensor | None:
     """The result of a collective in its communication dtype; None where spmd_types carries it out, which is counted."""
     options = redistribute_options.default
     if type(x) is AsyncCollectiveTensor:
         x = x.wait()
-    request: _Request | str | None = None
+    request: _Collective | str | None = None
     reason = why_not_plain(x)
     if reason is None:
         mesh = mesh_of_group(axis)
@@ -243,7 +245,7 @@ def _carry_out(
     if modes and reason is None:
         reason = why_not_under(modes)
     if reason is None:
-        assert isinstance(request, _Request)
+        assert isinstance(request, _Collective)
         try:
             async_op = getattr(dtypes, "async_op", False) and request.squeezed is None and request.moved is None
             given = request.x
@@ -257,12 +259,12 @@ def _carry_out(
             reason = str(error)
     if modes:
         note_decision(modes, reason)
-    source, target = (request.source, request.target) if isinstance(request, _Request) else ("its src", "its dst")
+    source, target = (request.source, request.target) if isinstance(request, _Collective) else ("its src", "its dst")
     count_delegation(reason, level_of_reason(reason), source, target, left_to="spmd_types")
     return None
 
 
-def _why_not(request: _Request, mesh: Mesh, options: RedistributeOptions) -> str | None:
+def _why_not(request: _Collective, mesh: Mesh, options: RedistributeOptions) -> str | None:
     if options.only is not None:
         ranks = mesh.rank_array.tolist()
         mine = [other for other in options.only if is_in(other)]
