@@ -157,7 +157,7 @@ def recorded_launches() -> Iterator[list[LaunchMade]]:
 
 class RepeatedLaunch:
     """A launch that was made before, with other values of some arguments. Whoever calls it vouches for what the kernel
-    was compiled for: dtypes, and which tensors are aligned to 16 bytes.
+    was compiled for: dtypes, and which tensors are aligned to 16 bytes; and makes its device current.
 
     Args:
         values: some of its tensors, and of its numbers by the name of the parameter; a call gives new ones in the same
@@ -208,19 +208,23 @@ class Launches:
         aligned = 1
         for tensor in tensors:
             aligned = aligned << 1 | (not tensor.data_ptr() & 15)
-        key = constants, device, aligned
-        kernel = self._loaded.get(key)
-        if kernel is None:
-            arguments = (*tensors, *numbers, *constants.values)
-            kernel = self._loaded[key] = loaded(self._kernel, device, arguments, **constants.options)
-        start, arguments = kernel[grid], (*tensors, *numbers, *constants.values)
-        if _recording.launches is not None:
-            _recording.launches.append(LaunchMade(self._kernel, start, arguments))
+        key, arguments = (constants, device, aligned), (*tensors, *numbers, *constants.values)
         if is_current(device):
-            start(*arguments)
+            self._launch(grid, key, arguments)
         else:
             with on_device(device):
-                start(*arguments)
+                self._launch(grid, key, arguments)
+
+    def _launch(self, grid: tuple[int, int, int], key: tuple[Constants, torch.device, int], arguments: Any) -> None:
+        """Launch on the current device: triton loads a compiled kernel there when it is first indexed with a grid."""
+        kernel = self._loaded.get(key)
+        if kernel is None:
+            constants, device, _ = key
+            kernel = self._loaded[key] = loaded(self._kernel, device, arguments, **constants.options)
+        start = kernel[grid]
+        if _recording.launches is not None:
+            _recording.launches.append(LaunchMade(self._kernel, start, arguments))
+        start(*arguments)
 
 
 class PreparedLaunch:

@@ -22,7 +22,7 @@ class _FabricInfo(ctypes.Structure):
         ("cluster_uuid", ctypes.c_ubyte * 16),
         ("status", ctypes.c_int),
         ("clique_id", ctypes.c_uint),
-        ("state", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
     ]
 
 

@@ -12,6 +12,8 @@ from moe_reference import tokens_of
 from pretended_gpus import PretendedGpus
 
 import shardweave
+from shardweave.kernels import launch
+from shardweave.kernels.launch import Constants, Launches
 from shardweave.planner import Mesh, Request
 from shardweave.runtime.dtensor import batch, fsdp, local, plain_calls, redistribute_options
 from shardweave.runtime.executor import call as calls
@@ -159,3 +161,36 @@ def test_side_stream_is_of_its_device(gpus: PretendedGpus, monkeypatch: pytest.M
         and gpus.log == [("wait", OTHER), ("event", OTHER), ("wait", OTHER)]
         and gpus.current == 0
     )
+
+
+class Compiled:
+    """A kernel and what triton compiles it to, which is loaded on the device that is current when it is indexed."""
+
+    arg_names = ("x", "n", "SIZE")
+
+    def __init__(self, gpus: PretendedGpus) -> None:
+        self.gpus, self.on = gpus, list[tuple[str, int]]()
+
+    def warmup(self, *arguments: Any, **options: Any) -> Compiled:
+        self.on.append(("compile", self.gpus.current))
+        return self
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Compiled:
+        self.on.append(("load", self.gpus.current))
+        return self
+
+    def __call__(self, *arguments: Any) -> None:
+        self.on.append(("launch", self.gpus.current))
+
+
+def test_kernels_are_loaded_on_the_device_of_their_tensors(
+    gpus: PretendedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "interpreted", lambda kernel: False)
+    kernel, x = Compiled(gpus), torch.ones(4)
+    launches, constants = Launches(kernel), Constants(kernel, {"SIZE": 4})
+    with gpus:
+        for _ in range(2):
+            launches((1, 1, 1), torch.device("cuda", OTHER), (x,), (3,), constants)
+    assert kernel.on == [(what, OTHER) for what in ("compile", "load", "launch", "load", "launch")]
+    assert gpus.current == 0

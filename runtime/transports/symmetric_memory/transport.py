@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -23,6 +24,17 @@ from ..watchdog import Watchdog, WatchedWait
 from .memory import Provider
 from .outputs import OutputPool
 from .window import ALIGNMENT, Use, Window, channel_name, pad_bytes, padding_of_pieces, window_size
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _logged(attempt: str) -> Iterator[None]:
+    """Log what a device that is broken raises, so that the first error stays the one that is reported."""
+    try:
+        yield
+    except Exception as error:
+        _logger.warning("could not %s: %s: %s", attempt, type(error).__name__, error)
 
 
 class SymmetricMemoryTransport:
@@ -255,8 +267,7 @@ class SymmetricMemoryTransport:
         """Notify all peers, from here on in the stream, that this rank has failed. The first error is kept."""
         self._error = self.error or error
         self.rendezvous.reports.fail(f"rank {self.rank} failed: {self._error}")
-        # A device that is broken cannot signal; the original error reports that.
-        with suppress(RuntimeError):
+        with _logged("signal that this rank has failed"):
             self.failure.fail()
             for window in self._all:
                 window.signal_failure()
@@ -266,7 +277,7 @@ class SymmetricMemoryTransport:
 
         If all ranks refuse the same call, the transport stays valid.
         """
-        with suppress(RuntimeError):  # as in `fail`
+        with _logged("signal that this rank refuses a call"):
             for window in self._all:
                 if set(window.ranks) <= set(participants):
                     window.refuse()

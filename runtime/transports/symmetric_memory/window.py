@@ -109,6 +109,7 @@ class Window:
         self.after_acquire: dict[bool, Callable[[], None]] = {}
         self.arrived, self.released = (self._channel(c) for c in range(len(_CHANNELS)))
         self._watch: Watch | None = None if watch is None else lambda late: watch(partial(self._ranks_of, late))
+        self._build_notices()
         self.writing = self._use(True)
         self._reading: dict[tuple[torch.dtype, bool], WindowUse] = {}
 
@@ -188,6 +189,12 @@ class Window:
         build_signal(self.arrived, send=True, wait=True)
         for releases in (True, False):
             build_signal(self.released, send=releases, poison=dtype)
+
+    def _build_notices(self) -> None:
+        """Compile what `refuse` and `signal_failure` launch: while peers wait is too late."""
+        for channel in (self.arrived, self.released):
+            build_signal(channel, send=True, wait=True, credit=UNLIMITED)
+            build_signal(channel, send=True)
 
     def signal_failure(self) -> None:
         """Enqueue a notice to all peers that this rank has failed."""
