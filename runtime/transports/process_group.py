@@ -399,8 +399,9 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 def _started(request: Collective, group: dist.ProcessGroup) -> dist.Work:
     options: Any = {"group": group, "async_op": True}
     if isinstance(request, AllToAll):
-        sizes = request.receive_sizes, request.send_sizes
-        return dist.all_to_all_single(request.receives, request.sends, *sizes, **options)
+        # The backend's own method: around it dist.all_to_all_single takes as long again.
+        backend = group._get_backend(request.sends.device)
+        return backend.alltoall_base(request.receives, request.sends, request.receive_sizes, request.send_sizes)
     if isinstance(request, AllGather):
         return dist.all_gather_into_tensor(request.receives, request.sends, **options)
     if isinstance(request, ReduceScatter):
