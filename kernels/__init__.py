@@ -30,7 +30,7 @@ from .tokens.quantize_rows import QUANTIZATIONS, Quantization, QuantizedRows, de
 from .tokens.receive_rows import receive_rows
 from .tokens.repeated_dispatch import RepeatedDispatch
 from .tokens.route_rows import route_rows
-from .tokens.rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
+from .tokens.rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, RowsInParts, TokenRows
 from .tokens.rows_cpu import host_array, host_tensor
 from .tokens.silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tokens.spread_rows import OwnRows, spread_rows
@@ -71,6 +71,7 @@ __all__ = [
     "RepeatedDispatch",
     "OwnRows",
     "RowLaunch",
+    "RowsInParts",
     "RowTables",
     "PhysicalExperts",
     "SourceRows",

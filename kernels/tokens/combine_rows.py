@@ -425,7 +425,9 @@ def _gather_constants(k: int, peers: int) -> Constants:
 
 def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> None:
     """gather_values on the CPU."""
-    pairs, values, sources = rows.sorted_pairs(len(buffers)), out.numpy(), buffers.host_arrays()
+    pairs, sources = rows.sorted_pairs(len(buffers)), buffers.host_rows()
+    values = torch.empty(len(pairs.row), dtype=torch.float32, device="cpu")
+    read = HostRows(values)
     for destination, begin, end in pairs.parts():
-        these = slice(begin, end)
-        values[pairs.token[these], pairs.kth[these]] = sources[destination][pairs.row[these]]
+        read.take(sources[destination], pairs.row[begin:end], begin)
+    out.view(-1).numpy()[pairs.pair] = values.numpy()

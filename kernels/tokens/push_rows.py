@@ -328,7 +328,7 @@ def push_rows_cpu(
     if padding is not None and len(padding):
         buffers.tensors[own].index_fill_(0, padding, 0)
     if weights is not None and weight_buffers is not None:
-        values, numbers = host_array(weights)[pairs.token, pairs.kth], weight_buffers.host_arrays()
+        values, numbers = host_array(weights).reshape(-1)[pairs.pair], weight_buffers.host_arrays()
         for destination, begin, end in pairs.parts():
             numbers[destination][pairs.row[begin:end]] = values[begin:end]
         if padding is not None and len(padding):

@@ -17,17 +17,28 @@ class HostRows:
 
     Rows are copied by numpy, whose calls cost less than torch's, unless torch has threads to share them.
 
+    Args:
+        rows: a tensor, or one as `host_array` returns it.
+        dtype: of the tensor, if it is an array.
+        first: the number of the first row.
+
     Attributes:
         threads: those of torch.
     """
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.threads = torch.get_num_threads()
-        self._rows, self._array = rows.detach(), None if self.threads > 1 else host_array(rows)
+    def __init__(self, rows: torch.Tensor | npt.NDArray[Any], dtype: torch.dtype | None = None, first: int = 0) -> None:
+        self.threads, self._first = torch.get_num_threads(), first
+        self._array = None
+        if self.threads > 1:
+            self._rows = rows.detach() if isinstance(rows, torch.Tensor) else torch.from_numpy(rows).view(dtype)
+        else:
+            self._array = host_array(rows) if isinstance(rows, torch.Tensor) else rows
 
     def take(self, source: HostRows, index: Ints, begin: int) -> None:
         """Copy the rows `index` of `source` to the rows from `begin` on."""
         end = begin + len(index)
+        if source._first:
+            index = index - source._first
         if self._array is not None and source._array is not None:
             source._array.take(index, 0, self._array[begin:end], "clip")  # what is not clipped goes through a buffer
         else:

@@ -31,16 +31,18 @@ class Overflow:
         """Note the `Groups.overflow` of a dispatch; nothing with overflow="drop" or in a CUDA graph capture."""
         if self._config.overflow != "raise" or capturing(self._device):
             return
+        noted: torch.Tensor | None = None
         event = None
         if overflow.device.type == "cuda":
-            host = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
-            host.copy_(overflow, non_blocking=True)
-            overflow, event = host, torch.cuda.Event()
+            noted = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
+            noted.copy_(overflow, non_blocking=True)
+            event = torch.cuda.Event()
             event.record()
-        else:
-            overflow = overflow.clone()  # the caller of an operator owns its outputs
+        elif any(overflow.tolist()):
+            noted = overflow.clone()  # the caller of an operator owns its outputs
         with self._lock:
-            self._waiting.append((self._calls, overflow, event))
+            if noted is not None:
+                self._waiting.append((self._calls, noted, event))
             self._calls += 1
 
     def check(self, later: int) -> None:

@@ -35,9 +35,9 @@ def random_rows(rng: np.random.Generator, tokens: int, k: int, destinations: int
 def test_pairs(tokens, k, destinations):
     rng = np.random.default_rng(tokens + k)
     rows, places = random_rows(rng, tokens, k, destinations)
-    pairs = Pairs(rows.key.numpy(), rows.row.numpy(), destinations)
+    pairs = Pairs.of_rows(rows.key.numpy(), rows.row.numpy(), destinations)
     want = sorted((p[0], p[1], t, i) for t, of_token in enumerate(places) for i, p in enumerate(of_token) if p)
-    assert list(zip(pairs.row.tolist(), pairs.token.tolist(), pairs.kth.tolist(), strict=True)) == [
+    assert list(zip(pairs.row.tolist(), pairs.token.tolist(), (pairs.pair % k).tolist(), strict=True)) == [
         (row, t, i) for _, row, t, i in want
     ]
     assert pairs.sizes == [sum(destination == o for destination, *_ in want) for o in range(destinations)]
@@ -107,9 +107,9 @@ def test_one_sort_gives_the_counts_and_rows_of_all_pairs(tokens: int, k: int, re
     groups = Groups((limit.cumsum(0) - limit).int(), limit, none, none, none, none, none)
     want = locate_rows(counted.physical_expert, counted.place, groups, experts)
     rows, counts = locate_sorted_pairs(ids, number, table, experts)
-    assert counts.equal(counted.counts)
+    assert np.array_equal(counts, counted.counts.numpy())
     assert rows.key.equal(want.key) and rows.row.equal(want.row)
     pairs, others = rows.sorted_pairs(4), want.sorted_pairs(4)
     assert pairs.sizes == others.sizes and pairs.runs() == others.runs()
-    for name in ("token", "kth", "row"):
+    for name in ("token", "pair", "row"):
         assert np.array_equal(getattr(pairs, name), getattr(others, name))
