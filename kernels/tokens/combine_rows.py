@@ -305,7 +305,7 @@ def combine_rows_cpu(
     here = dtype is torch.float32 and add is None
     for i, sums in enumerate(pairs.sums(most)):
         these = slice(i * most, (i + 1) * most)
-        result = out[these]
+        result = out if tokens <= most else out[these]
         total = result.zero_() if here else torch.zeros_like(result, dtype=torch.float32)
         row, firsts = sums.row, sums.token.shape[0]
         for destination, begin, end in ((0, 0, len(row)),) if one_source else sums.parts:
@@ -315,8 +315,10 @@ def combine_rows_cpu(
         if numbers is not None:
             value.mul_(torch.from_numpy(numbers.take(sums.pair, 0)))
         # `index_add_` adds rows one after another, in their order.
-        partial, others = value.tensor_split((firsts,))
-        partial.index_add_(0, sums.lead, others)
+        partial = value
+        if firsts < len(row):
+            partial, others = value.tensor_split((firsts,))
+            partial.index_add_(0, sums.lead, others)
         # Starting at zero changes only the sign of zero, which `total` loses, since it starts at zero itself.
         partial = partial if dtype is torch.float32 else partial.to(dtype).float()
         if node_of is None:

@@ -47,9 +47,10 @@ def message_tag(fingerprint: int, number: int) -> int:
 
 
 class GroupRanks(tuple[int, ...]):
-    """The ranks of a process group in its order, with the group itself."""
+    """The ranks of a process group in its order, with the group itself and the ranks but for this one."""
 
     process_group: dist.ProcessGroup
+    others: tuple[int, ...]
 
 
 class ProcessGroupTransport:
@@ -119,7 +120,7 @@ class ProcessGroupTransport:
         self._group_list, self._groups = group_list, {}
         for group in group_list:
             ranks = GroupRanks(dist.get_process_group_ranks(group))
-            ranks.process_group = group
+            ranks.process_group, ranks.others = group, tuple(rank for rank in ranks if rank != self.rank)
             self._groups.setdefault(tuple(sorted(ranks)), ranks)
 
     def group_order(self, ranks: Sequence[int]) -> GroupRanks | None:
@@ -251,18 +252,11 @@ class ProcessGroupTransport:
 
     def _collective(self, request: Collective) -> Callable[[], None]:
         assert isinstance(request.group, GroupRanks)
-        group = request.group.process_group
-        peers = tuple(rank for rank in request.group if rank != self.rank)
+        group, peers = request.group.process_group, request.group.others
         self._used_groups.add(group)
         work = _started(request, group)
-
-        def wait() -> None:
-            if request[1].device.type == "cpu":
-                self._wait(peers, [work])
-            else:
-                work.wait()  # the stream waits, not this process
-
-        return wait
+        # On a GPU the stream waits, not this process.
+        return partial(self._wait, peers, [work]) if request[1].device.type == "cpu" else work.wait
 
     def _with_fingerprints(self, request: Transfer | Collective) -> Callable[[], None]:
         """Exchange data, and a fingerprint with each peer that the device compares."""
