@@ -144,6 +144,8 @@ def locate_sorted_pairs(
     expert, order, counts, without = sort_by_expert(ids, num_experts, physical_expert_of, physical_experts.count)
     row = np.empty_like(order)
     row[order] = np.arange(-without, len(order) - without)
+    if without:
+        row = np.maximum(row, -1)
     key, by_token = _by_token(expert.reshape(ids.shape), row, physical_experts)
     located, pair = by_token, order
     if without:
@@ -184,6 +186,6 @@ def _token_rows(
         by_row: the same by destination and row.
     """
     tokens, k = key.shape
-    row = np.maximum(by_token.row, -1).astype(np.int32).reshape(key.shape)
+    row = by_token.row.astype(np.int32).reshape(key.shape)
     pairs = Pairs(tokens, k, len(physical_experts.bounds) - 1, located, by_row)
     return TokenRows(host_tensor(key), host_tensor(row), pairs)

@@ -123,16 +123,17 @@ class Pairs:
 
     def _new_sums(self, most: int) -> list[PairSums]:
         (pair, row, destination), number = self._by_token, self._destinations
-        token = pair // self._k
-        # All chunks are sorted at once: by chunk, first pairs and others, destination.
-        chunk, chunks = token // most, -(-self._tokens // most)
+        token, numbers = pair // self._k, np.arange(len(pair))
         first = _changes(token * number + destination)
-        run = first.cumsum() - 1  # a token's pairs at a destination adjoin
-        key = chunk * (2 * number) + destination + number * ~first
+        # All chunks are sorted at once: by chunk, first pairs and others, destination.
+        chunks = -(-self._tokens // most)
+        key = destination + number * ~first
+        if chunks > 1:
+            key += token // most * (2 * number)
         order = stable_order(key)
         place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        lead = place[first].take(run)
+        place[order] = numbers
+        lead = place.take(np.maximum.accumulate(numbers * first))  # a token's pairs at a destination adjoin
         token, pair, row, lead = (x.take(order) for x in (token, pair, row, lead))
         sizes = np.bincount(key, minlength=chunks * 2 * number).tolist()  # of parts
         ends = list(itertools.accumulate(sizes))

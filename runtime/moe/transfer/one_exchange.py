@@ -119,8 +119,9 @@ class OneExchangeTransfer(SendRecvTransfer):
         nbytes = sum([_row_nbytes(rows) for rows, _ in sources])
         messages = self._chunks.new_messages([head + n * nbytes for n in sends])
         if counts is not None:
+            of_counts = counts.view(np.uint8)
             for message in messages:
-                message[:head] = counts.view(np.uint8)
+                message[:head] = of_counts
         for (rows, places), parts in zip(sources, _parts(messages, sends, [x for x, _ in sources], head), strict=True):
             begin = 0
             for part in parts:
@@ -137,18 +138,21 @@ class OneExchangeTransfer(SendRecvTransfer):
             matrix: int32 [W, S + 1].
         """
         config, (low, high) = self.config, self.config.bounds[self.me : self.me + 2]
-        received = matrix[:, low:high].astype(np.int64)
         add, align = np.add.reduce, config.align  # at less cost than `sum`
-        counts = add(received)
-        padded = np.full_like(counts, config.expert_capacity) if config.batched else -(-counts // align) * align
+        received = matrix[:, low:high].astype(np.int64)
+        counts = padded = add(received)
+        if config.batched:
+            padded = np.full_like(counts, config.expert_capacity)
+        elif align > 1:
+            padded = -(-counts // align) * align
         offsets = padded.cumsum()
         first = offsets - padded
         # Rows arrive in runs of one source and expert; the padding of each group follows as one run more.
-        begins = np.concatenate(((first + received.cumsum(0) - received).reshape(-1), first + counts))
-        lengths = np.concatenate((received.reshape(-1), padded - counts))
-        ends = lengths.cumsum()
-        places = np.repeat(begins - (ends - lengths), lengths)
-        places += np.arange(len(places))
+        begins, lengths = (first + received.cumsum(0) - received).reshape(-1), received.reshape(-1)
+        if padded is not counts:
+            begins, lengths = np.concatenate((begins, first + counts)), np.concatenate((lengths, padded - counts))
+        places = np.arange(int(add(lengths)))
+        places += (begins - (lengths.cumsum() - lengths)).repeat(lengths)
         group_ends, overflow = offsets.astype(np.int32), np.array([0, add(matrix[:, -1])])
         num_rows = np.maximum.reduce(group_ends, initial=0, keepdims=True)
         fields = group_ends, counts, padded, num_rows, overflow
