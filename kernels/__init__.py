@@ -31,7 +31,7 @@ from .tokens.receive_rows import receive_rows
 from .tokens.repeated_dispatch import RepeatedDispatch
 from .tokens.route_rows import route_rows
 from .tokens.rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, RowsInParts, TokenRows
-from .tokens.rows_cpu import host_array, host_tensor
+from .tokens.rows_cpu import host_array, host_empty, host_tensor
 from .tokens.silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tokens.spread_rows import OwnRows, spread_rows
 from .tokens.weigh_rows import weigh_rows
@@ -103,6 +103,7 @@ __all__ = [
     "gather_values",
     "group_rows",
     "host_array",
+    "host_empty",
     "host_tensor",
     "interpreted",
     "locate_rows",

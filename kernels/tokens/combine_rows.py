@@ -39,7 +39,7 @@ from .rows import (
     row_alignment,
     row_constants,
 )
-from .rows_cpu import HostRows, host_array
+from .rows_cpu import HostRows, host_array, host_empty
 from .window_signals import WindowSignals, finished_of, rank_has_failed, release_window, signal_constants
 
 PAIRS = tl.constexpr(256)  # values gathered by a program
@@ -298,7 +298,7 @@ def combine_rows_cpu(
     # Half of the cache is left to the rows of the result and to those that are read.
     pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(2 * k * hidden, 1))
     # One small scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
-    scratch = torch.empty((min(most, tokens) * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
+    scratch = host_empty((min(most, tokens) * k, buffers.shape[1]), buffers.dtype)
     read, sources = HostRows(scratch), buffers.host_rows()
     one_source = len(set(sources)) == 1
     # Accumulate in the result itself where it is float32 and `add` does not alias it.
