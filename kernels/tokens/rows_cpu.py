@@ -44,6 +44,13 @@ class HostRows:
         else:
             torch.index_select(source._rows, 0, torch.from_numpy(index), out=self._rows[begin:end])
 
+    def put(self, source: HostRows, index: Ints, to: Ints) -> None:
+        """Copy the rows `index` of `source` to the rows `to`, through memory of their size."""
+        if self._array is not None and source._array is not None:
+            self._array[to] = source._array.take(index, 0)
+        else:
+            self._rows.index_copy_(0, torch.from_numpy(to), source._rows.index_select(0, torch.from_numpy(index)))
+
 
 def host_rows(tensors: Sequence[torch.Tensor]) -> list[HostRows]:
     """The rows of each tensor. One tensor may be there several times, as where all destinations' rows are in it."""
