@@ -8,7 +8,7 @@ from .channel import SLOT, UNLIMITED, Channel, Code, Failure, pack
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
 from .direct_boxes import DirectTable, DirectUse
-from .launch import interpreted, on_device, processors_of, recorded_launches, uploaded
+from .launch import interpreted, on_device, processors_of, recorded_launches, runs_on, uploaded
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
 from .reduce_cpu import reduce_views
 from .signal import build_signal, signal, wait_limit
@@ -125,6 +125,7 @@ __all__ = [
     "reduce_table",
     "reduce_views",
     "route_rows",
+    "runs_on",
     "run_in_window",
     "count_pairs",
     "signal",

@@ -425,7 +425,7 @@ def sort_by_expert(
         The number of pairs without a physical expert.
     """
     flat = ids.numpy().reshape(-1)
-    invalid = flat.view(np.uint64 if flat.itemsize == 8 else np.uint32) >= num_experts  # negative ids are large numbers
+    invalid = flat.view(f"u{flat.itemsize}") >= num_experts  # negative ids are large numbers
     expert = flat.astype(np.int32)
     expert[invalid] = -1
     if physical_expert_of is not None:

@@ -145,9 +145,9 @@ class Pairs:
                 for j in range(2 * number)
                 if sizes[at + j]
             ]
-            of_firsts = token[begin:middle] - i * most, lead[middle:end] - begin
+            of_chunk = torch.from_numpy(token[begin:middle] - i * most), torch.from_numpy(lead[middle:end] - begin)
             firsts = sum(size > 0 for size in sizes[at : at + number])
-            sums.append(PairSums(pair[begin:end], row[begin:end], *map(torch.from_numpy, of_firsts), parts, firsts))
+            sums.append(PairSums(pair[begin:end], row[begin:end], *of_chunk, parts, firsts))
         return sums
 
 

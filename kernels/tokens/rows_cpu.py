@@ -30,7 +30,8 @@ class HostRows:
         self.threads, self._first = torch.get_num_threads(), first
         self._array = None
         if self.threads > 1:
-            self._rows = rows.detach() if isinstance(rows, torch.Tensor) else torch.from_numpy(rows).view(dtype)
+            tensor = rows.detach() if isinstance(rows, torch.Tensor) else torch.from_numpy(rows)
+            self._rows = tensor if dtype is None else tensor.view(dtype)
         else:
             self._array = host_array(rows) if isinstance(rows, torch.Tensor) else rows
 
@@ -74,7 +75,7 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     of_array = _DTYPES.get(dtype)
     if of_array is None:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return torch.from_numpy(np.empty(shape, of_array))
+    return host_tensor(np.empty(shape, of_array))
 
 
 def host_tensor(array: npt.NDArray[Any]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections import deque
 import torch
 
 from ...errors import CapacityError
+from ...kernels import runs_on
 from .config import DispatchConfig
 
 LATEST = 2
@@ -38,7 +39,7 @@ class Overflow:
             noted.copy_(overflow, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        elif any(overflow.tolist()):
+        elif runs_on(overflow.device) or any(overflow.tolist()):  # CPU paths need not be waited for
             noted = overflow.clone()  # the caller of an operator owns its outputs
         with self._lock:
             if noted is not None:

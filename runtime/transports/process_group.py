@@ -250,13 +250,14 @@ class ProcessGroupTransport:
             received = torch.empty(1, dtype=torch.uint8, device="cpu")
             self.begin(Transfer(((next_rank, message),), ((previous_rank, received),), request.fingerprint))()
 
-    def _collective(self, request: Collective) -> Callable[[], None]:
+    def _collective(self, request: Collective) -> Callable[[], object]:
         assert isinstance(request.group, GroupRanks)
         group, peers = request.group.process_group, request.group.others
         self._used_groups.add(group)
         work = _started(request, group)
-        # On a GPU the stream waits, not this process.
-        return partial(self._wait, peers, [work]) if request[1].device.type == "cpu" else work.wait
+        if request[1].device.type == "cpu":
+            return partial(self._wait, peers, [work])
+        return lambda: work.wait()  # the stream waits, not this process
 
     def _with_fingerprints(self, request: Transfer | Collective) -> Callable[[], None]:
         """Exchange data, and a fingerprint with each peer that the device compares."""
@@ -391,11 +392,11 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 def _started(request: Collective, group: dist.ProcessGroup) -> dist.Work:
-    options: Any = {"group": group, "async_op": True}
     if isinstance(request, AllToAll):
         # The backend's own method: around it dist.all_to_all_single takes as long again.
-        backend = group._get_backend(request.sends.device)
+        backend: Any = group._get_backend(request.sends.device)
         return backend.alltoall_base(request.receives, request.sends, request.receive_sizes, request.send_sizes)
+    options: Any = {"group": group, "async_op": True}
     if isinstance(request, AllGather):
         return dist.all_gather_into_tensor(request.receives, request.sends, **options)
     if isinstance(request, ReduceScatter):
