@@ -8,9 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from shardweave.kernels import Groups, PhysicalExperts, count_pairs, locate_rows, locate_sorted_pairs
+from shardweave.kernels import (
+    Buffers,
+    Groups,
+    PhysicalExperts,
+    RowsInParts,
+    combine_rows,
+    count_pairs,
+    gather_values,
+    host_array,
+    locate_rows,
+    locate_sorted_pairs,
+)
 from shardweave.kernels.tokens.pairs_cpu import Pairs
 from shardweave.kernels.tokens.rows import TokenRows
+from shardweave.kernels.tokens.rows_cpu import HostRows
 
 pytestmark = pytest.mark.plan
 
@@ -113,3 +125,37 @@ def test_one_sort_gives_the_counts_and_rows_of_all_pairs(tokens: int, k: int, re
     assert pairs.sizes == others.sizes and pairs.runs() == others.runs()
     for name in ("token", "pair", "row"):
         assert np.array_equal(getattr(pairs, name), getattr(others, name))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_parts_are_read_as_those_of_one_buffer(dtype: torch.dtype) -> None:
+    experts = PhysicalExperts.divided((0, 2, 2, 5, 8), torch.device("cpu"))
+    rows, _ = locate_sorted_pairs(torch.randint(-1, 8, (9, 4)), 8, None, experts)
+    sizes = rows.sorted_pairs(4).sizes
+    for buffer in (torch.randn(sum(sizes), 5).to(dtype), torch.randn(sum(sizes))):
+        parts = RowsInParts([host_array(part.clone()) for part in buffer.split(sizes)], buffer.dtype)
+        assert parts.shape == buffer.shape and len(parts) == 4
+        results = []
+        for buffers in (parts, Buffers([buffer] * 4)):
+            if buffer.dim() == 1:
+                results.append(gather_values(rows, buffers))
+            else:
+                results.append(torch.empty(9, 5, dtype=dtype))
+                combine_rows(rows, buffers, results[-1], None, None)
+        assert results[0].equal(results[1])
+
+
+@pytest.mark.usefixtures("threads")
+def test_rows_are_put() -> None:
+    x, to = torch.randn(6, 3), torch.zeros(4, 3)
+    HostRows(to).put(HostRows(x), np.array([5, 0, 0]), np.array([3, 1, 0]))
+    assert to.equal(torch.stack([x[0], x[0], torch.zeros(3), x[5]]))
