@@ -8,7 +8,7 @@ from .channel import SLOT, UNLIMITED, Channel, Code, Failure, pack
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
 from .direct_boxes import DirectTable, DirectUse
-from .launch import interpreted, on_device, processors_of, recorded_launches, uploaded
+from .launch import interpreted, on_device, processors_of, recorded_launches, runs_on, uploaded
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
 from .reduce_cpu import reduce_views
 from .signal import build_signal, signal, wait_limit
@@ -30,8 +30,8 @@ from .tokens.quantize_rows import QUANTIZATIONS, Quantization, QuantizedRows, de
 from .tokens.receive_rows import receive_rows
 from .tokens.repeated_dispatch import RepeatedDispatch
 from .tokens.route_rows import route_rows
-from .tokens.rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
-from .tokens.rows_cpu import host_array, host_tensor
+from .tokens.rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, RowsInParts, TokenRows
+from .tokens.rows_cpu import host_array, host_empty, host_tensor
 from .tokens.silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tokens.spread_rows import OwnRows, spread_rows
 from .tokens.weigh_rows import weigh_rows
@@ -71,6 +71,7 @@ __all__ = [
     "RepeatedDispatch",
     "OwnRows",
     "RowLaunch",
+    "RowsInParts",
     "RowTables",
     "PhysicalExperts",
     "SourceRows",
@@ -102,6 +103,7 @@ __all__ = [
     "gather_values",
     "group_rows",
     "host_array",
+    "host_empty",
     "host_tensor",
     "interpreted",
     "locate_rows",
@@ -123,6 +125,7 @@ __all__ = [
     "reduce_table",
     "reduce_views",
     "route_rows",
+    "runs_on",
     "run_in_window",
     "count_pairs",
     "signal",

@@ -39,7 +39,7 @@ from .rows import (
     row_alignment,
     row_constants,
 )
-from .rows_cpu import HostRows, host_array
+from .rows_cpu import HostRows, host_array, host_empty
 from .window_signals import WindowSignals, finished_of, rank_has_failed, release_window, signal_constants
 
 PAIRS = tl.constexpr(256)  # values gathered by a program
@@ -298,14 +298,14 @@ def combine_rows_cpu(
     # Half of the cache is left to the rows of the result and to those that are read.
     pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(2 * k * hidden, 1))
     # One small scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
-    scratch = torch.empty((min(most, tokens) * k, buffers.shape[1]), dtype=buffers.dtype, device=out.device)
+    scratch = host_empty((min(most, tokens) * k, buffers.shape[1]), buffers.dtype)
     read, sources = HostRows(scratch), buffers.host_rows()
     one_source = len(set(sources)) == 1
     # Accumulate in the result itself where it is float32 and `add` does not alias it.
     here = dtype is torch.float32 and add is None
     for i, sums in enumerate(pairs.sums(most)):
         these = slice(i * most, (i + 1) * most)
-        result = out[these]
+        result = out if tokens <= most else out[these]
         total = result.zero_() if here else torch.zeros_like(result, dtype=torch.float32)
         row, firsts = sums.row, sums.token.shape[0]
         for destination, begin, end in ((0, 0, len(row)),) if one_source else sums.parts:
@@ -315,8 +315,10 @@ def combine_rows_cpu(
         if numbers is not None:
             value.mul_(torch.from_numpy(numbers.take(sums.pair, 0)))
         # `index_add_` adds rows one after another, in their order.
-        partial, others = value.tensor_split((firsts,))
-        partial.index_add_(0, sums.lead, others)
+        partial = value
+        if firsts < len(row):
+            partial, others = value.tensor_split((firsts,))
+            partial.index_add_(0, sums.lead, others)
         # Starting at zero changes only the sign of zero, which `total` loses, since it starts at zero itself.
         partial = partial if dtype is torch.float32 else partial.to(dtype).float()
         if node_of is None:
@@ -425,7 +427,9 @@ def _gather_constants(k: int, peers: int) -> Constants:
 
 def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> None:
     """gather_values on the CPU."""
-    pairs, values, sources = rows.sorted_pairs(len(buffers)), out.numpy(), buffers.host_arrays()
+    pairs, sources = rows.sorted_pairs(len(buffers)), buffers.host_rows()
+    values = torch.empty(len(pairs.row), dtype=torch.float32, device="cpu")
+    read = HostRows(values)
     for destination, begin, end in pairs.parts():
-        these = slice(begin, end)
-        values[pairs.token[these], pairs.kth[these]] = sources[destination][pairs.row[these]]
+        read.take(sources[destination], pairs.row[begin:end], begin)
+    out.view(-1).numpy()[pairs.pair] = values.numpy()

@@ -425,17 +425,19 @@ def sort_by_expert(
         The number of pairs without a physical expert.
     """
     flat = ids.numpy().reshape(-1)
-    valid = flat.view(f"u{flat.itemsize}") < num_experts  # negative ids are large numbers
-    expert = np.where(valid, flat, -1).astype(np.int32)
+    invalid = flat.view(f"u{flat.itemsize}") >= num_experts  # negative ids are large numbers
+    expert = flat.astype(np.int32)
+    expert[invalid] = -1
     if physical_expert_of is not None:
-        expert = np.where(valid, physical_expert_of.numpy()[expert], np.int32(-1))
+        expert = physical_expert_of.numpy().take(expert)
+        expert[invalid] = -1
     # -1 counts as an expert before all others.
     numbers = np.bincount(expert + 1, minlength=num_physical_experts + 1)
     # numpy sorts 16-bit numbers by radix.
     order = expert.astype(np.int16 if num_physical_experts < 1 << 15 else np.int32).argsort(kind="stable")
     counts, without = np.empty(num_physical_experts + 1, np.int32), int(numbers[0])
     counts[:-1] = numbers[1:]
-    counts[-1] = np.count_nonzero(~valid & (flat != -1)) if without else 0
+    counts[-1] = np.count_nonzero(invalid & (flat != -1)) if without else 0
     return expert, order, counts, without
 
 

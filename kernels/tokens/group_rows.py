@@ -52,13 +52,13 @@ class PhysicalExperts:
 
     @cached_property
     def destination_array(self) -> npt.NDArray[np.int32]:
-        """`destination` as an array; on the CPU."""
-        return self.destination.numpy()
+        """[S + 1]: `destination`, then W, the destination of pairs without an expert; on the CPU."""
+        return np.append(self.destination.numpy(), np.int32(len(self.bounds) - 1))
 
     @cached_property
     def by_destination(self) -> Ints:
         """[S]: the number of each physical expert in order of destination; on the CPU."""
-        order = np.argsort(self.destination_array, kind="stable")
+        order = np.argsort(self.destination.numpy(), kind="stable")
         numbers = np.empty_like(order)
         numbers[order] = np.arange(len(order))
         return numbers

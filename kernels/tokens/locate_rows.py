@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ from ...errors import ArgumentError
 from ..launch import Constants, Launches, runs_on
 from .count_pairs import sort_by_expert
 from .group_rows import Groups, PhysicalExperts
-from .pairs_cpu import Pairs
+from .pairs_cpu import Ints, LocatedPairs, Pairs, stable_order
 from .rows import TokenRows, cdiv, power_of_two
 from .rows_cpu import host_tensor
 
@@ -121,14 +120,18 @@ def locate_rows_cpu(
 ) -> TokenRows:
     """locate_rows on the CPU; sorts the pairs as well."""
     expert, at, start, limit = (x.numpy() for x in (physical_expert, place, groups.start, groups.limit))
-    kept = (expert >= 0) & (at < limit[expert])  # without an expert: the last one's limit, to no effect
+    kept = (expert >= 0) & (at < limit.take(expert))  # without an expert: the last one's limit, to no effect
+    row, expert = np.where(kept, start.take(expert) + at, -1), np.where(kept, expert, -1)
+    key, by_token = _by_token(expert, row.astype(np.int64), physical_experts)
+    located = by_token.kept()
     # The pairs of an expert have ascending rows.
-    return _by_token(expert, kept, start[expert] + at, physical_experts.by_destination[expert], physical_experts)
+    order = stable_order(physical_experts.by_destination.take(expert).take(located.pair))
+    return _token_rows(key, by_token, located, located.take(order), physical_experts)
 
 
 def locate_sorted_pairs(
     ids: torch.Tensor, num_experts: int, physical_expert_of: torch.Tensor | None, physical_experts: PhysicalExperts
-) -> tuple[TokenRows, torch.Tensor]:
+) -> tuple[TokenRows, npt.NDArray[np.int32]]:
     """count_pairs and locate_rows where no pair is dropped and all destinations have the same buffer, in which rows are
     in order of physical expert, token and k. On the CPU, with destinations that ascend.
 
@@ -138,27 +141,51 @@ def locate_sorted_pairs(
     Returns:
         The rows of pairs, and `CountedPairs.counts`.
     """
-    flat, order, counts, without = sort_by_expert(ids, num_experts, physical_expert_of, physical_experts.count)
-    row = np.empty_like(flat)
+    expert, order, counts, without = sort_by_expert(ids, num_experts, physical_expert_of, physical_experts.count)
+    row = np.empty_like(order)
     row[order] = np.arange(-without, len(order) - without)
-    expert, row = flat.reshape(ids.shape), row.reshape(ids.shape)
-    return _by_token(expert, row >= 0, row, row, physical_experts), host_tensor(counts)
+    if without:
+        row = np.maximum(row, -1)
+    key, by_token = _by_token(expert.reshape(ids.shape), row, physical_experts)
+    located, pair = by_token, order
+    if without:
+        located, pair = by_token.kept(), order[without:]
+    by_row = LocatedPairs(pair, np.arange(len(pair)), physical_experts.destination_array.take(expert.take(pair)))
+    return _token_rows(key, by_token, located, by_row, physical_experts), counts
 
 
 def _by_token(
-    expert: npt.NDArray[np.int32],
-    kept: npt.NDArray[np.bool_],
-    row: npt.NDArray[np.int32],
-    groups: npt.NDArray[Any],
-    physical_experts: PhysicalExperts,
-) -> TokenRows:
-    """Return the rows of the pairs `kept`, of [T, K]; `groups`: as for Pairs."""
-    k, destinations = expert.shape[1], len(physical_experts.bounds) - 1
-    destination = physical_experts.destination_array[expert]
-    key = np.where(kept, destination, destinations) * k + np.arange(k, dtype=np.int32)
-    row = np.where(kept, row, np.int32(-1))
+    expert: npt.NDArray[np.int32], row: Ints, physical_experts: PhysicalExperts
+) -> tuple[npt.NDArray[np.int32], LocatedPairs]:
+    """Sort the pairs of each token by destination and k, those without an expert last; return `TokenRows.key` and all
+    pairs.
+
+    Args:
+        expert: [T, K].
+        row: as many.
+    """
+    tokens, k = expert.shape
+    key = physical_experts.destination_array.take(expert) * k + np.arange(k, dtype=np.int32)
     if k > 1:
         key.sort(axis=1)
-        order = key - key // k * k + np.arange(0, expert.size, k)[:, None]  # a remainder would take longer
-        row, groups = row.reshape(-1)[order], groups.reshape(-1)[order]
-    return TokenRows(host_tensor(key), host_tensor(row), Pairs(key, row, destinations, groups))
+    destination = key // max(k, 1)
+    pair = (key - destination * k + np.arange(0, expert.size, k or 1)[:, None]).reshape(-1)
+    return key, LocatedPairs(pair, row.take(pair), destination.reshape(-1))
+
+
+def _token_rows(
+    key: npt.NDArray[np.int32],
+    by_token: LocatedPairs,
+    located: LocatedPairs,
+    by_row: LocatedPairs,
+    physical_experts: PhysicalExperts,
+) -> TokenRows:
+    """
+    Args:
+        located: the pairs of `by_token` that have a row.
+        by_row: the same by destination and row.
+    """
+    tokens, k = key.shape
+    row = by_token.row.astype(np.int32).reshape(key.shape)
+    pairs = Pairs(tokens, k, len(physical_experts.bounds) - 1, located, by_row)
+    return TokenRows(host_tensor(key), host_tensor(row), pairs)

@@ -43,43 +43,62 @@ class PairSums(NamedTuple):
     """The number of parts with first pairs."""
 
 
+class LocatedPairs(NamedTuple):
+    """Pairs that have a row, in some order."""
+
+    pair: Ints
+    """[N]: token * K + k."""
+    row: Ints
+    """[N]: the row in the destination's buffer."""
+    destination: npt.NDArray[np.int32]
+    """[N]."""
+
+    def take(self, order: Ints) -> LocatedPairs:
+        return LocatedPairs(self.pair.take(order), self.row.take(order), self.destination.take(order))
+
+    def kept(self) -> LocatedPairs:
+        """Those whose row is not negative."""
+        at = (self.row >= 0).nonzero()[0]
+        return self if len(at) == len(self.row) else self.take(at)
+
+
 class Pairs:
     """The pairs that have a row, sorted by destination and row.
 
     Args:
-        key: int32 [T, K], destination * K + k, as in `TokenRows`.
-        row: int32 [T, K], the row in the destination's buffer, -1 if there is none.
-        destinations: W, the number of destination ranks.
-        groups: [T, K], of each pair a number that is less where the destination is less, or the row at the same
-            destination; pairs of one number have rows in ascending order. Faster to sort by; default: none are known.
+        tokens, k, destinations: T, K, W.
+        by_token: all pairs by token, destination and k.
+        by_row: the same by destination and row.
 
     Attributes:
-        token, kth, row: int64 [N].
+        token, pair, row: int64 [N]; pair: token * K + k.
         sizes: the number of pairs of each destination.
     """
 
-    def __init__(
-        self,
-        key: npt.NDArray[np.int32],
-        row: npt.NDArray[np.int32],
-        destinations: int,
-        groups: npt.NDArray[np.integer] | None = None,
-    ) -> None:
-        k = max(key.shape[1], 1)
-        self._tokens, self._destinations = len(key), destinations
-        keys, rows = key.reshape(-1), row.reshape(-1).astype(np.int64)
-        at = (rows >= 0).nonzero()[0]
-        if len(at) < len(rows):
-            keys, rows = keys[at], rows[at]
-            groups = None if groups is None else groups.reshape(-1)[at]
-        destination, token = keys // k, at // k
-        kth = keys - destination * k
-        self._by_token = token, token * k + kth, rows, destination
-        order = _stable_order(destination.astype(np.int64) << 32 | rows if groups is None else groups.reshape(-1))
-        self.token, self.kth, self.row, self._of_row = token[order], kth[order], rows[order], destination[order]
-        self.sizes: list[int] = np.bincount(destination, minlength=destinations).tolist()
+    def __init__(self, tokens: int, k: int, destinations: int, by_token: LocatedPairs, by_row: LocatedPairs) -> None:
+        self._tokens, self._k, self._destinations = tokens, max(k, 1), destinations
+        self._by_token = by_token
+        self.pair, self.row, self._of_row = by_row
+        self.token = self.pair // self._k
+        self.sizes: list[int] = np.bincount(self._of_row, minlength=destinations).tolist()
         self._runs: list[PairRun] | None = None
         self._sums: dict[int, list[PairSums]] = {}
+
+    @classmethod
+    def of_rows(cls, key: npt.NDArray[np.int32], row: npt.NDArray[np.int32], destinations: int) -> Pairs:
+        """The pairs of `TokenRows`.
+
+        Args:
+            key: int32 [T, K], destination * K + k.
+            row: int32 [T, K], -1 if there is none.
+        """
+        tokens, k = key.shape
+        destination = key // max(k, 1)
+        pair = key - destination * k + np.arange(0, key.size, k or 1)[:, None]
+        every = LocatedPairs(pair.reshape(-1), row.reshape(-1).astype(np.int64), destination.reshape(-1))
+        by_token = every.kept()
+        order = stable_order(by_token.destination.astype(np.int64) << 32 | by_token.row)
+        return cls(tokens, k, destinations, by_token, by_token.take(order))
 
     def runs(self) -> list[PairRun]:
         """All pairs in as few runs as possible: one per physical expert that this rank has rows for."""
@@ -103,38 +122,36 @@ class Pairs:
         return self._sums[most]
 
     def _new_sums(self, most: int) -> list[PairSums]:
-        token, pair, row, destination = self._by_token
-        # All chunks are sorted at once: by chunk, first pairs and others, destination.
-        chunks, number = -(-self._tokens // most), self._destinations
+        (pair, row, destination), number = self._by_token, self._destinations
+        token, numbers = pair // self._k, np.arange(len(pair))
         first = _changes(token * number + destination)
-        run = first.cumsum() - 1  # a token's pairs at a destination adjoin
-        key = token // most * (2 * number) + np.where(first, destination, destination + number)
-        order = _stable_order(key)
-        pair, row, run = pair[order], row[order], run[order]
-        sizes = np.bincount(key, minlength=chunks * 2 * number).reshape(chunks, 2 * number)  # of parts
-        ends = sizes.cumsum(1)  # of parts, in their chunk
-        chunk_ends = ends[:, -1].cumsum()
-        begins = chunk_ends - ends[:, -1]
-        index = np.arange(len(row)) - begins.repeat(ends[:, -1])  # of pairs, likewise
-        firsts = first[order].nonzero()[0]
-        lead = np.empty(len(firsts), np.int64)
-        lead[run[firsts]] = index[firsts]
-        lead, token = lead[run], token[order] % most
-        there = sizes.nonzero()
-        of_parts = there[1] % number, (ends - sizes)[there], ends[there]
-        parts = zip(*[x.tolist() for x in of_parts], strict=True)
-        numbers = [np.add.reduce(x > 0, 1) for x in (sizes, sizes[:, :number])]  # of parts
-        of_chunks = begins, begins + ends[:, number - 1], chunk_ends, *numbers
-        return [
-            PairSums(
-                pair[begin:end], row[begin:end], torch.from_numpy(token[begin:middle]),
-                torch.from_numpy(lead[middle:end]), list(itertools.islice(parts, n)), m,
-            )
-            for begin, middle, end, n, m in zip(*[x.tolist() for x in of_chunks], strict=True)
-        ]  # fmt: skip
+        # All chunks are sorted at once: by chunk, first pairs and others, destination.
+        chunks = -(-self._tokens // most)
+        key = destination + number * ~first
+        if chunks > 1:
+            key += token // most * (2 * number)
+        order = stable_order(key)
+        place = np.empty_like(order)
+        place[order] = numbers
+        lead = place.take(np.maximum.accumulate(numbers * first))  # a token's pairs at a destination adjoin
+        token, pair, row, lead = (x.take(order) for x in (token, pair, row, lead))
+        sizes = np.bincount(key, minlength=chunks * 2 * number).tolist()  # of parts
+        ends = list(itertools.accumulate(sizes))
+        sums = []
+        for i, at in enumerate(range(0, len(sizes), 2 * number)):
+            begin, middle, end = ends[at] - sizes[at], ends[at + number - 1], ends[at + 2 * number - 1]
+            parts = [
+                (j % number, ends[at + j] - sizes[at + j] - begin, ends[at + j] - begin)
+                for j in range(2 * number)
+                if sizes[at + j]
+            ]
+            of_chunk = torch.from_numpy(token[begin:middle] - i * most), torch.from_numpy(lead[middle:end] - begin)
+            firsts = sum(size > 0 for size in sizes[at : at + number])
+            sums.append(PairSums(pair[begin:end], row[begin:end], *of_chunk, parts, firsts))
+        return sums
 
 
-def _stable_order(keys: npt.NDArray[np.integer]) -> Ints:
+def stable_order(keys: npt.NDArray[np.integer]) -> Ints:
     """The order of numbers that are not negative; equal ones stay in theirs."""
     few = np.maximum.reduce(keys, initial=0) < 1 << 15  # numpy sorts 16-bit numbers by radix
     return (keys.astype(np.int16) if few else keys).argsort(kind="stable")

@@ -42,6 +42,7 @@ from .rows_cpu import HostRows, host_array
 from .window_signals import WindowBarrier, barrier_of_ranks, finished_of, signal_constants
 
 MOST_PADDING = 64  # parts that share the padding of one group
+SHORT_RUN = 1 << 14  # bytes of rows that are copied once more in the time of a call, on the CPU
 NOT_QUANTIZED = {"GROUP": 0, "POWERS": False, "DTYPE": None, "ROW_BYTES": 0, "SCALES_AT": 0}
 
 
@@ -319,16 +320,20 @@ def push_rows_cpu(
     weight_buffers: Buffers | None,
     most_padding: int = MOST_PADDING,
 ) -> None:
-    """push_rows on the CPU: one copy per run of rows."""
+    """push_rows on the CPU: one copy per run of rows, or of all rows of a destination if runs are short."""
     pairs, given = rows.sorted_pairs(len(buffers)), HostRows(x)
     targets = buffers.host_rows()
-    for destination, begin, end, row in pairs.runs():
-        targets[destination].take(given, pairs.token[begin:end], row)
+    if x.shape[1] * x.itemsize * len(pairs.row) < SHORT_RUN * len(groups.limit):  # a run of each physical expert
+        for destination, begin, end in pairs.parts():
+            targets[destination].put(given, pairs.token[begin:end], pairs.row[begin:end])
+    else:
+        for destination, begin, end, row in pairs.runs():
+            targets[destination].take(given, pairs.token[begin:end], row)
     padding = padding_rows(groups) if most_padding else None
     if padding is not None and len(padding):
         buffers.tensors[own].index_fill_(0, padding, 0)
     if weights is not None and weight_buffers is not None:
-        values, numbers = host_array(weights)[pairs.token, pairs.kth], weight_buffers.host_arrays()
+        values, numbers = host_array(weights).reshape(-1)[pairs.pair], weight_buffers.host_arrays()
         for destination, begin, end in pairs.parts():
             numbers[destination][pairs.row[begin:end]] = values[begin:end]
         if padding is not None and len(padding):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
+from itertools import accumulate
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class TokenRows(NamedTuple):
 
     def sorted_pairs(self, destinations: int) -> Pairs:
         """`pairs`, computed if they are missing. CPU tensors only."""
-        return self.pairs or Pairs(self.key.numpy(), self.row.numpy(), destinations)
+        return self.pairs or Pairs.of_rows(self.key.numpy(), self.row.numpy(), destinations)
 
 
 class Buffers:
@@ -101,6 +102,26 @@ class Buffers:
     def choice(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(index, error) of ChosenBuffers; None: destination i has the i-th buffer."""
         return None
+
+
+class RowsInParts(Buffers):
+    """Rows of one buffer that all destinations have, as pieces of it that follow one another. On the CPU.
+
+    Args:
+        parts: [n, ...] for each destination, its rows, as `host_array` returns them.
+        dtype: of the rows.
+    """
+
+    def __init__(self, parts: Sequence[npt.NDArray[Any]], dtype: torch.dtype) -> None:
+        self._parts, self.dtype, self.device = parts, dtype, torch.device("cpu")
+        self.shape = torch.Size((sum(map(len, parts)), *parts[0].shape[1:]))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def host_rows(self) -> list[HostRows]:
+        firsts = accumulate(map(len, self._parts), initial=0)
+        return [HostRows(part, self.dtype, first) for part, first in zip(self._parts, firsts, strict=False)]
 
 
 class ChosenBuffers(Buffers):

@@ -8,6 +8,7 @@ from collections import deque
 import torch
 
 from ...errors import CapacityError
+from ...kernels import runs_on
 from .config import DispatchConfig
 
 LATEST = 2
@@ -31,16 +32,18 @@ class Overflow:
         """Note the `Groups.overflow` of a dispatch; nothing with overflow="drop" or in a CUDA graph capture."""
         if self._config.overflow != "raise" or capturing(self._device):
             return
+        noted: torch.Tensor | None = None
         event = None
         if overflow.device.type == "cuda":
-            host = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
-            host.copy_(overflow, non_blocking=True)
-            overflow, event = host, torch.cuda.Event()
+            noted = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
+            noted.copy_(overflow, non_blocking=True)
+            event = torch.cuda.Event()
             event.record()
-        else:
-            overflow = overflow.clone()  # the caller of an operator owns its outputs
+        elif runs_on(overflow.device) or any(overflow.tolist()):  # CPU paths need not be waited for
+            noted = overflow.clone()  # the caller of an operator owns its outputs
         with self._lock:
-            self._waiting.append((self._calls, overflow, event))
+            if noted is not None:
+                self._waiting.append((self._calls, noted, event))
             self._calls += 1
 
     def check(self, later: int) -> None:

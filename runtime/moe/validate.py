@@ -142,13 +142,11 @@ def check_combine(
         if add is not None and (out.data_ptr(), out.stride()) != (add.data_ptr(), add.stride()):
             read[f"add{at}"] = add  # `out` itself is allowed
         check_writable(f"out{at}", out, read)
-    needing = (
-        values.requires_grad
-        or routed.weights.requires_grad
-        or routed.topk_weights.requires_grad
-        or (add is not None and add.requires_grad)
-    )
-    if out is not None and torch.is_grad_enabled() and (needing or out.requires_grad):
+    if (
+        out is not None
+        and torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (values, routed.weights, routed.topk_weights, add, out))
+    ):
         raise ArgumentError(f"out{at}: gradients are recorded; allowed: None, or a tensor under torch.no_grad()")
 
 

@@ -47,9 +47,10 @@ def message_tag(fingerprint: int, number: int) -> int:
 
 
 class GroupRanks(tuple[int, ...]):
-    """The ranks of a process group in its order, with the group itself."""
+    """The ranks of a process group in its order, with the group itself and the ranks but for this one."""
 
     process_group: dist.ProcessGroup
+    others: tuple[int, ...]
 
 
 class ProcessGroupTransport:
@@ -119,7 +120,7 @@ class ProcessGroupTransport:
         self._group_list, self._groups = group_list, {}
         for group in group_list:
             ranks = GroupRanks(dist.get_process_group_ranks(group))
-            ranks.process_group = group
+            ranks.process_group, ranks.others = group, tuple(rank for rank in ranks if rank != self.rank)
             self._groups.setdefault(tuple(sorted(ranks)), ranks)
 
     def group_order(self, ranks: Sequence[int]) -> GroupRanks | None:
@@ -249,20 +250,14 @@ class ProcessGroupTransport:
             received = torch.empty(1, dtype=torch.uint8, device="cpu")
             self.begin(Transfer(((next_rank, message),), ((previous_rank, received),), request.fingerprint))()
 
-    def _collective(self, request: Collective) -> Callable[[], None]:
+    def _collective(self, request: Collective) -> Callable[[], object]:
         assert isinstance(request.group, GroupRanks)
-        group = request.group.process_group
-        peers = tuple(rank for rank in request.group if rank != self.rank)
+        group, peers = request.group.process_group, request.group.others
         self._used_groups.add(group)
         work = _started(request, group)
-
-        def wait() -> None:
-            if request[1].device.type == "cpu":
-                self._wait(peers, [work])
-            else:
-                work.wait()  # the stream waits, not this process
-
-        return wait
+        if request[1].device.type == "cpu":
+            return partial(self._wait, peers, [work])
+        return lambda: work.wait()  # the stream waits, not this process
 
     def _with_fingerprints(self, request: Transfer | Collective) -> Callable[[], None]:
         """Exchange data, and a fingerprint with each peer that the device compares."""
@@ -397,10 +392,11 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 def _started(request: Collective, group: dist.ProcessGroup) -> dist.Work:
-    options: Any = {"group": group, "async_op": True}
     if isinstance(request, AllToAll):
-        sizes = request.receive_sizes, request.send_sizes
-        return dist.all_to_all_single(request.receives, request.sends, *sizes, **options)
+        # The backend's own method: around it dist.all_to_all_single takes as long again.
+        backend: Any = group._get_backend(request.sends.device)
+        return backend.alltoall_base(request.receives, request.sends, request.receive_sizes, request.send_sizes)
+    options: Any = {"group": group, "async_op": True}
     if isinstance(request, AllGather):
         return dist.all_gather_into_tensor(request.receives, request.sends, **options)
     if isinstance(request, ReduceScatter):

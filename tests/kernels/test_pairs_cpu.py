@@ -8,9 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from shardweave.kernels import Groups, PhysicalExperts, count_pairs, locate_rows, locate_sorted_pairs
+from shardweave.kernels import (
+    Buffers,
+    Groups,
+    PhysicalExperts,
+    RowsInParts,
+    combine_rows,
+    count_pairs,
+    gather_values,
+    host_array,
+    locate_rows,
+    locate_sorted_pairs,
+)
 from shardweave.kernels.tokens.pairs_cpu import Pairs
 from shardweave.kernels.tokens.rows import TokenRows
+from shardweave.kernels.tokens.rows_cpu import HostRows
 
 pytestmark = pytest.mark.plan
 
@@ -35,9 +47,9 @@ def random_rows(rng: np.random.Generator, tokens: int, k: int, destinations: int
 def test_pairs(tokens, k, destinations):
     rng = np.random.default_rng(tokens + k)
     rows, places = random_rows(rng, tokens, k, destinations)
-    pairs = Pairs(rows.key.numpy(), rows.row.numpy(), destinations)
+    pairs = Pairs.of_rows(rows.key.numpy(), rows.row.numpy(), destinations)
     want = sorted((p[0], p[1], t, i) for t, of_token in enumerate(places) for i, p in enumerate(of_token) if p)
-    assert list(zip(pairs.row.tolist(), pairs.token.tolist(), pairs.kth.tolist(), strict=True)) == [
+    assert list(zip(pairs.row.tolist(), pairs.token.tolist(), (pairs.pair % k).tolist(), strict=True)) == [
         (row, t, i) for _, row, t, i in want
     ]
     assert pairs.sizes == [sum(destination == o for destination, *_ in want) for o in range(destinations)]
@@ -107,9 +119,43 @@ def test_one_sort_gives_the_counts_and_rows_of_all_pairs(tokens: int, k: int, re
     groups = Groups((limit.cumsum(0) - limit).int(), limit, none, none, none, none, none)
     want = locate_rows(counted.physical_expert, counted.place, groups, experts)
     rows, counts = locate_sorted_pairs(ids, number, table, experts)
-    assert counts.equal(counted.counts)
+    assert np.array_equal(counts, counted.counts.numpy())
     assert rows.key.equal(want.key) and rows.row.equal(want.row)
     pairs, others = rows.sorted_pairs(4), want.sorted_pairs(4)
     assert pairs.sizes == others.sizes and pairs.runs() == others.runs()
-    for name in ("token", "kth", "row"):
+    for name in ("token", "pair", "row"):
         assert np.array_equal(getattr(pairs, name), getattr(others, name))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_parts_are_read_as_those_of_one_buffer(dtype: torch.dtype) -> None:
+    experts = PhysicalExperts.divided((0, 2, 2, 5, 8), torch.device("cpu"))
+    rows, _ = locate_sorted_pairs(torch.randint(-1, 8, (9, 4)), 8, None, experts)
+    sizes = rows.sorted_pairs(4).sizes
+    for buffer in (torch.randn(sum(sizes), 5).to(dtype), torch.randn(sum(sizes))):
+        parts = RowsInParts([host_array(part.clone()) for part in buffer.split(sizes)], buffer.dtype)
+        assert parts.shape == buffer.shape and len(parts) == 4
+        results = []
+        for buffers in (parts, Buffers([buffer] * 4)):
+            if buffer.dim() == 1:
+                results.append(gather_values(rows, buffers))
+            else:
+                results.append(torch.empty(9, 5, dtype=dtype))
+                combine_rows(rows, buffers, results[-1], None, None)
+        assert results[0].equal(results[1])
+
+
+@pytest.mark.usefixtures("threads")
+def test_rows_are_put() -> None:
+    x, to = torch.randn(6, 3), torch.zeros(4, 3)
+    HostRows(to).put(HostRows(x), np.array([5, 0, 0]), np.array([3, 1, 0]))
+    assert to.equal(torch.stack([x[0], x[0], torch.zeros(3), x[5]]))

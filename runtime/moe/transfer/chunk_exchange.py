@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -50,6 +49,10 @@ class _Memory:
                 self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self.array = self.tensor.numpy()
 
+    def first(self, nbytes: int) -> torch.Tensor:
+        """The first bytes."""
+        return torch.from_numpy(self.array[:nbytes])
+
 
 class _MessageMemory(NamedTuple):
     """Memory for the messages of one exchange. Kept, because fresh pages cost more than copying into them; only what
@@ -83,6 +86,7 @@ class ChunkExchange:
             self._limit = BACKENDS[transport.backend].all_to_all
         self._order = [ranks.index(rank) for rank in self._group or ()]
         self._in_group_order = [r for r in self._order if r != me]
+        self._memory_order = (*(self._in_group_order or self._others), me)
         self._room = HEADER + self._limit
         self._memory = _memories.setdefault(transport, {}).setdefault((ranks, me), _MessageMemory(_Memory(), _Memory()))
 
@@ -155,12 +159,14 @@ class ChunkExchange:
         Args:
             nbytes: of the message to each rank.
         """
-        order = (*(self._in_group_order or self._others), self._me)
-        ends = list(itertools.accumulate(HEADER + _whole_headers(nbytes[r]) for r in order))
-        self._memory.sends.grow(ends[-1])
-        memory = self._memory.sends.array
-        messages = {r: memory[begin + HEADER : end] for r, begin, end in zip(order, (0, *ends), ends, strict=False)}
-        return [messages[r] for r in range(len(nbytes))]
+        rooms = [HEADER + _whole_headers(n) for n in nbytes]
+        memory = self._memory.sends
+        memory.grow(sum(rooms))
+        messages, begin, array = [memory.array] * len(rooms), 0, memory.array
+        for r in self._memory_order:
+            messages[r] = array[begin + HEADER : begin + rooms[r]]
+            begin += rooms[r]
+        return messages
 
     def exchange_messages(
         self, fingerprint: int, messages: Sequence[Bytes], most: int, collectives: bool
@@ -172,24 +178,25 @@ class ChunkExchange:
             most: the bytes of the largest message, or a bound that is equal on all ranks.
             collectives: whether an all-to-all may be used.
         """
+        arrived = list(messages)
         if not most:  # rows of no bytes
-            return list(messages)
+            return arrived
         at_once = collectives and self.takes_at_once(most)
         order = self._in_group_order if at_once else self._others
         room, head = (self._room, HEADER) if at_once else (_whole_headers(most), 0)
-        begins = {r: i * room for i, r in enumerate(order)}
         sent, received = self._memory
         received.grow(len(order) * room)
         if at_once:
             sizes = {r: HEADER + len(messages[r]) for r in order}
-            whole = received.tensor[: len(order) * room]
-            yield self._request(fingerprint, sent.tensor[: sum(sizes.values())], sizes, whole)
+            yield self._request(fingerprint, sent.first(sum(sizes.values())), sizes, received.first(len(order) * room))
         else:
             sends = tuple((self._ranks[r], torch.from_numpy(messages[r])) for r in order)
-            receives = tuple((self._ranks[r], received.tensor[begin : begin + room]) for r, begin in begins.items())
-            yield Transfer(sends, receives, fingerprint, group=self._group, receives_are_bounds=True)
-        arrived = {r: received.array[begin + head : begin + room] for r, begin in begins.items()}
-        return [arrived.get(r, message) for r, message in enumerate(messages)]
+            receives = zip(order, received.first(len(order) * room).split(room), strict=True)
+            into = tuple((self._ranks[r], x) for r, x in receives)
+            yield Transfer(sends, into, fingerprint, group=self._group, receives_are_bounds=True)
+        for i, r in enumerate(order):
+            arrived[r] = received.array[i * room + head : (i + 1) * room]
+        return arrived
 
     def _request(
         self, fingerprint: int, sends: torch.Tensor, sizes: Mapping[int, int], receives: torch.Tensor

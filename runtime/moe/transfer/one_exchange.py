@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....kernels import Groups, TokenRows, host_array, host_tensor, locate_sorted_pairs
+from ....kernels import Groups, RowsInParts, TokenRows, host_array, host_tensor, locate_sorted_pairs
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord, Tokens, chunk_sizes
-from .base import DISPATCH, Delivery, Steps, copied
+from .base import DISPATCH, Delivery, Read, Steps, copied
 from .chunk_exchange import Bytes, row_nbytes
 from .sendrecv import SendRecvTransfer
 
@@ -37,8 +37,8 @@ class _Rows(NamedTuple):
 
     rows: Array
     """[R, ...]."""
-    places: Ints | None
-    """For each row of the messages, one after another, the row among `rows`; None: the same."""
+    places: Ints
+    """For each row of the messages, one after another, the row among `rows`."""
 
 
 class OneExchangeTransfer(SendRecvTransfer):
@@ -46,26 +46,33 @@ class OneExchangeTransfer(SendRecvTransfer):
 
     algorithm = "one chunk of exact size per pair of ranks, in one message with its counts and weights"
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._largest_message = _largest_message(self.config)
+        with torch.inference_mode(False):
+            self._nowhere = torch.empty(0, dtype=torch.int32, device="cpu")
+            """`Groups.start` and `Groups.limit`: what this rank sends is located before groups are."""
+
     def dispatch(
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
     ) -> Steps[tuple[torch.Tensor, DispatchRecord]]:
         config = self.config
         if record is not None or config.active_ranks is not None:
             return (yield from super().dispatch(tokens, outs, record))
-        of_pairs, of_experts = locate_sorted_pairs(
+        of_pairs, counts = locate_sorted_pairs(
             tokens.ids, config.num_experts, self._physical_expert_of, self.physical_experts
         )
-        counts, sends = of_experts.numpy(), of_pairs.sorted_pairs(config.ranks).sizes
+        sends = of_pairs.sorted_pairs(config.ranks).sizes
         sent = self._packed_messages(sends, _sources(of_pairs, config.ranks, tokens.x, tokens.weights), counts)
-        arrived = yield from self._exchange_messages(DISPATCH, sent, _largest_message(config))
-        matrix = np.stack([message[: counts.nbytes].view(np.int32) for message in arrived])
+        arrived = yield from self._exchange_messages(DISPATCH, sent, self._largest_message)
+        matrix = np.concatenate([message[: counts.nbytes] for message in arrived])
+        matrix = matrix.view(np.int32).reshape(config.ranks, -1)
         groups, receives, padded, places = self._arrivals_of_all(matrix)
         own = rows, row_weights = self._rows_to_receive(), self._new_numbers()
         self._fill_unused(groups, *(outs or own))
         targets = [_Rows(host_array(x), places) for x in (row_weights, rows)]
-        _unpack(arrived, receives, targets, counts.nbytes)
-        _zero_padding(targets, receives, padded)
-        sizes = self._read(torch.tensor([*sends, *receives, padded, config.most_pairs], device="cpu"))
+        _unpack(arrived, receives, padded, targets, counts.nbytes)
+        sizes = self._read(torch.from_numpy(np.array([*sends, *receives, padded, config.most_pairs])))
         chunks = Chunks(sizes, torch.from_numpy(places))
         record = DispatchRecord((outs or own)[1], groups, of_pairs, torch.from_numpy(matrix), chunks)
         return copied(own, outs, groups)[0], record
@@ -81,26 +88,24 @@ class OneExchangeTransfer(SendRecvTransfer):
         nbytes = row_nbytes(x) + 4 * (weights is not None)
         arrived = yield from self._exchange_messages(operation, sent, most * nbytes)
         targets = [_Rows(host_array(buffer), record.chunks.places.numpy()) for buffer in into[::-1]]
-        _unpack(arrived, receives, targets)
-        _zero_padding(targets, receives, padded)
+        _unpack(arrived, receives, padded, targets)
         if take is not None:
             take(into[0])
 
-    def _returned(
-        self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor]
+    def _fetch(
+        self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
     ) -> Steps[list[torch.Tensor]]:
         assert record.chunks is not None
         sends, receives, _, most = chunk_sizes(record.chunks)
         most *= sum(map(row_nbytes, given))
         if self.config.active_ranks is not None or not (self.collectives and self._chunks.takes_at_once(most)):
             # Sizes are known, so that large messages arrive where their rows are read.
-            return (yield from super()._returned(operation, record, given))
-        sources = [_Rows(host_array(x), record.chunks.places.numpy()) for x in given[::-1]]
-        sent = self._packed_messages(receives, sources)
-        arrived = yield from self._exchange_messages(operation, sent, most)
-        returned = [self._empty((sum(sends), *x.shape[1:]), x.dtype) for x in given]
-        _unpack(arrived, sends, [_Rows(host_array(x), None) for x in returned[::-1]])
-        return returned
+            return (yield from super()._fetch(operation, record, given, read))
+        places = record.chunks.places.numpy()
+        sources = [_Rows(host_array(x), places) for x in given[::-1]]
+        arrived = yield from self._exchange_messages(operation, self._packed_messages(receives, sources), most)
+        parts = _parts(arrived, sends, [rows for rows, _ in sources])
+        return read([RowsInParts(rows, x.dtype) for rows, x in zip(parts[::-1], given, strict=True)])
 
     def _exchange_messages(self, operation: int, messages: Sequence[Bytes], most: int) -> Steps[list[Bytes]]:
         fingerprint = self.fingerprint + operation
@@ -111,19 +116,18 @@ class OneExchangeTransfer(SendRecvTransfer):
     ) -> list[Bytes]:
         """Return a message to each rank: counts, then `sends[r]` rows of each source."""
         head = 0 if counts is None else counts.nbytes
-        sizes = [_row_nbytes(rows) for rows, _ in sources]
-        messages = self._chunks.new_messages([head + n * sum(sizes) for n in sends])
-        begin = 0
-        for message, n in zip(messages, sends, strict=True):
-            if counts is not None:
-                message[:head].view(np.int32)[:] = counts
-            at, end = head, begin + n
-            for (rows, places), size in zip(sources, sizes, strict=True):
-                part = np.ndarray((n, *rows.shape[1:]), rows.dtype, message, at)
-                assert places is not None
+        nbytes = sum([_row_nbytes(rows) for rows, _ in sources])
+        messages = self._chunks.new_messages([head + n * nbytes for n in sends])
+        if counts is not None:
+            of_counts = counts.view(np.uint8)
+            for message in messages:
+                message[:head] = of_counts
+        for (rows, places), parts in zip(sources, _parts(messages, sends, [x for x, _ in sources], head), strict=True):
+            begin = 0
+            for part in parts:
+                end = begin + len(part)
                 rows.take(places[begin:end], 0, part, "clip")  # what is not clipped goes through a buffer
-                at += n * size
-            begin = end
+                begin = end
         return messages
 
     def _arrivals_of_all(self, matrix: Int32s) -> tuple[Groups, list[int], int, Ints]:
@@ -134,23 +138,26 @@ class OneExchangeTransfer(SendRecvTransfer):
             matrix: int32 [W, S + 1].
         """
         config, (low, high) = self.config, self.config.bounds[self.me : self.me + 2]
+        add, align = np.add.reduce, config.align  # at less cost than `sum`
         received = matrix[:, low:high].astype(np.int64)
-        counts, align = received.sum(0), config.align
-        padded = np.full_like(counts, config.expert_capacity) if config.batched else -(-counts // align) * align
+        counts = padded = add(received)
+        if config.batched:
+            padded = np.full_like(counts, config.expert_capacity)
+        elif align > 1:
+            padded = -(-counts // align) * align
         offsets = padded.cumsum()
         first = offsets - padded
         # Rows arrive in runs of one source and expert; the padding of each group follows as one run more.
-        begins = np.concatenate(((first + received.cumsum(0) - received).reshape(-1), first + counts))
-        lengths = np.concatenate((received.reshape(-1), padded - counts))
-        ends = lengths.cumsum()
-        places = np.repeat(begins - (ends - lengths), lengths)
-        places += np.arange(len(places))
-        # `start` and `limit` are empty: what this rank sends has been located already.
-        none, group_ends = matrix[0, :0], offsets.astype(np.int32)
-        overflow = np.array([0, matrix[:, -1].sum()], np.int64)
-        fields = none, none, group_ends, counts, padded, group_ends.max(initial=0, keepdims=True), overflow
-        groups = Groups(*map(host_tensor, fields))
-        receives: list[int] = received.sum(1).tolist()
+        begins, lengths = (first + received.cumsum(0) - received).reshape(-1), received.reshape(-1)
+        if padded is not counts:
+            begins, lengths = np.concatenate((begins, first + counts)), np.concatenate((lengths, padded - counts))
+        places = np.arange(int(add(lengths)))
+        places += (begins - (lengths.cumsum() - lengths)).repeat(lengths)
+        group_ends, overflow = offsets.astype(np.int32), np.array([0, add(matrix[:, -1])])
+        num_rows = np.maximum.reduce(group_ends, initial=0, keepdims=True)
+        fields = group_ends, counts, padded, num_rows, overflow
+        groups = Groups(self._nowhere, self._nowhere, *map(host_tensor, fields))
+        receives: list[int] = add(received, 1).tolist()
         return groups, receives, len(places) - sum(receives), places
 
 
@@ -159,28 +166,36 @@ def _sources(of_pairs: TokenRows, ranks: int, x: torch.Tensor, weights: torch.Te
     pairs = of_pairs.sorted_pairs(ranks)
     sources = [_Rows(host_array(x), pairs.token)]
     if weights is not None:
-        sources.insert(0, _Rows(host_array(weights).reshape(-1), pairs.token * weights.shape[1] + pairs.kth))
+        sources.insert(0, _Rows(host_array(weights).reshape(-1), pairs.pair))
     return sources
 
 
-def _unpack(messages: Sequence[Array], sizes: Sequence[int], targets: Sequence[_Rows], head: int = 0) -> None:
-    """Store what messages have from byte `head` on: `sizes[r]` rows for each target."""
-    begin, nbytes = 0, [_row_nbytes(rows) for rows, _ in targets]
-    for message, n in zip(messages, sizes, strict=True):
-        at, end = head, begin + n
-        for (rows, places), size in zip(targets, nbytes, strict=True):
-            part = np.ndarray((n, *rows.shape[1:]), rows.dtype, message, at)
-            rows[slice(begin, end) if places is None else places[begin:end]] = part
-            at += n * size
-        begin = end
+def _parts(messages: Sequence[Bytes], sizes: Sequence[int], like: Sequence[Array], head: int = 0) -> list[list[Array]]:
+    """Return for each array of `like` the rows of its shape and dtype that messages have from byte `head` on:
+    `sizes[r]` rows of each."""
+    parts = []
+    begins = [head] * len(messages)
+    for array in like:
+        shape, dtype, nbytes = array.shape[1:], array.dtype, _row_nbytes(array)
+        given = zip(messages, sizes, begins, strict=True)
+        parts.append([np.ndarray((n, *shape), dtype, message, begin) for message, n, begin in given])
+        begins = [begin + n * nbytes for begin, n in zip(begins, sizes, strict=True)]
+    return parts
 
 
-def _zero_padding(targets: Sequence[_Rows], receives: Sequence[int], padded: int) -> None:
-    """Zero the rows after those received."""
-    number = sum(receives)
-    for rows, places in targets if padded else ():
-        assert places is not None
-        rows[places[number : number + padded]] = 0
+def _unpack(
+    messages: Sequence[Bytes], receives: Sequence[int], padded: int, targets: Sequence[_Rows], head: int = 0
+) -> None:
+    """Store the rows that messages have from byte `head` on, `receives[r]` for each target; zero the rows after
+    those."""
+    for (rows, places), parts in zip(targets, _parts(messages, receives, [x for x, _ in targets], head), strict=True):
+        begin = 0
+        for part in parts:
+            end = begin + len(part)
+            rows[places[begin:end]] = part
+            begin = end
+        if padded:
+            rows[places[begin : begin + padded]] = 0
 
 
 def _row_nbytes(rows: Array) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ....kernels import host_empty
 from .segments import PrivateSegment
 from .tensors import Pool
 
@@ -24,7 +25,7 @@ def pooled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         TransportError: there is not enough memory.
     """
     if math.prod(shape) * dtype.itemsize < _LEAST_POOLED:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        return host_empty(shape, dtype)
     pool = _pools.get(os.getpid())
     if pool is None:
         pool = _pools[os.getpid()] = Pool("shardweave-private", PrivateSegment)
