@@ -306,6 +306,8 @@ class TokenDispatcher(TokenEngine):
     ) -> RoutedTokens:
         """Send each token's row to the ranks of its experts.
 
+        Arguments may be overwritten once it has returned, but for x with save="redispatch" until backward has run.
+
         Args:
             x: [T, H] of the dispatcher's dtype. With `payloads` a list of tensors [T, ...], as the dispatcher has them,
                 of any strides; their bytes are sent as they are, and gradients do not flow to them.
@@ -344,7 +346,7 @@ class TokenDispatcher(TokenEngine):
         Any number may be in flight, also of several dispatchers; all use the same buffers, one after another. Every
         rank starts and makes the same calls in the same order, and finishes those of a dispatcher in the order of their
         start; with overflow="raise" they finish them between the same starts. Other calls of shardweave wait for those
-        in flight. Arguments must not be written until `finish` has returned.
+        in flight. Arguments must not be written until `finish` has returned; from then on as after `dispatch`.
 
         Differentiable; backward is in one phase, as that of `dispatch`. Graphs of torch.compile do not have it.
 

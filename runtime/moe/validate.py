@@ -148,6 +148,12 @@ def check_combine(
         or routed.topk_weights.requires_grad
         or (add is not None and add.requires_grad)
     )
+    tokens, again = routed._tokens, routed._again
+    if needing and torch.is_grad_enabled() and again is not None and tokens is not None and again.is_written(tokens):
+        raise ArgumentError(
+            f"routed{at}: its x was written after the dispatch; allowed with save='redispatch': x as it was, until "
+            "backward has dispatched it again"
+        )
     if out is not None and torch.is_grad_enabled() and (needing or out.requires_grad):
         raise ArgumentError(f"out{at}: gradients are recorded; allowed: None, or a tensor under torch.no_grad()")
 

@@ -44,9 +44,12 @@ def phased_rounds(rank: int, transport: str | None, **more: Any) -> list[bytes]:
     experts = [leaf(matrices_of(E, H, torch.bfloat16)[low:high]) for _ in tokens]
     started = [d.dispatch_start(x, t.ids, w) for x, t, w in zip(xs, tokens, weights, strict=True)]
     combines = []
-    for pending, own in zip(started, experts, strict=True):
+    for pending, x, t, w, own in zip(started, xs, tokens, weights, experts, strict=True):
         routed = pending.finish()
         assert pending.finish() is routed
+        with torch.no_grad():  # later arguments in the same memory
+            for argument in (t.ids, w) if d.config.save == "redispatch" else (x, t.ids, w):
+                argument.zero_()
         with routed.kept():
             output = run_experts(routed, list(own), True)
         combines.append(d.combine_start(output, routed))
