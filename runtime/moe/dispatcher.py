@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -462,10 +462,18 @@ class TokenDispatcher(TokenEngine):
         except ArgumentError as error:
             self._reporting.report(error)
             raise
-        with nullcontext() if isinstance(self._transport, InProcessTransport) else binding():  # no call is in flight
+        with self._between_calls():
             self.transfers = [transfer]
-            self.use_config(config)
+            self._use_config(config)
             self._meet_with([r for i, r in enumerate(self._ranks) if config.is_active(i)])
+
+    def _use_config(self, config: DispatchConfig) -> None:
+        with self._between_calls():
+            super()._use_config(config)
+
+    def _between_calls(self) -> AbstractContextManager[Any]:
+        """Return a context in which no call is in flight, which waits for those that are."""
+        return nullcontext() if isinstance(self._transport, InProcessTransport) else binding()
 
     def _meet_with(self, ranks: Sequence[int]) -> None:
         """Make the calls from now on among these ranks."""

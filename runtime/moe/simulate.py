@@ -91,7 +91,7 @@ class VirtualTokenDispatcher(TokenEngine):
         if config.active_ranks is not None and self._all_ranks[0].two_level:
             raise UnsupportedError("active ranks with two_level=True; allowed: False")
         self.transfers = self._all_ranks
-        self.use_config(config)
+        self._use_config(config)
         self.transfers = [t for t in self._all_ranks if config.is_active(t.me)]
 
     def dispatch(
