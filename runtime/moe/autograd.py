@@ -152,12 +152,6 @@ def _differentiable(
     again = [r._again for r in routed if r._again is not None]
     row_weights = [record.weights for record in records]
     weighted = weights[0] is not None
-    required = zip(weights, row_weights, strict=True)
-    if any(w is not None and w.requires_grad and not of_rows.requires_grad for w, of_rows in required):
-        raise ArgumentError(
-            "routed: of a dispatch without gradients, with topk_weights that require them; allowed: a dispatch with "
-            "gradients enabled, or topk_weights.detach()"
-        )
     of_tokens = [w.detach() for w in weights if w is not None] if weighted else None
     return list(Combine.apply(engine, of_tokens, again, records, done, *values, *row_weights, *adds, *tokens))
 

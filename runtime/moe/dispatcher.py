@@ -392,7 +392,7 @@ class TokenDispatcher(TokenEngine):
         Raises:
             ArgumentError, TransportError: as for `dispatch`.
         """
-        self._check_combine(expert_output, routed, out, add)
+        self._check_combine(expert_output, routed, out, add, weighted)
         return combine_tokens(self, [expert_output], [routed], [out], [add], weighted)[0]
 
     def combine_start(
@@ -416,7 +416,7 @@ class TokenDispatcher(TokenEngine):
             ArgumentError: as for `combine`. Failures of peers are raised by `finish`.
             UnsupportedError: in a graph of torch.compile.
         """
-        self._check_combine(expert_output, routed, out, add)
+        self._check_combine(expert_output, routed, out, add, weighted)
         return start_combines(self, [expert_output], [routed], [out], [add], weighted, _only)
 
     def check(self) -> None:
@@ -499,13 +499,18 @@ class TokenDispatcher(TokenEngine):
         return tokens
 
     def _check_combine(
-        self, values: torch.Tensor, routed: RoutedTokens, out: torch.Tensor | None, add: torch.Tensor | None
+        self,
+        values: torch.Tensor,
+        routed: RoutedTokens,
+        out: torch.Tensor | None,
+        add: torch.Tensor | None,
+        weighted: bool,
     ) -> None:
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
         try:
             transfer = self.transfers[0]
-            check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add)
+            check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add, weighted)
         except ArgumentError as error:
             self._reporting.report(error)
             raise

@@ -96,6 +96,7 @@ def check_combine(
     routed: RoutedTokens,
     out: torch.Tensor | None,
     add: torch.Tensor | None,
+    weighted: bool,
     at: str = "",
 ) -> None:
     """Check the arguments of combine on one rank.
@@ -148,6 +149,11 @@ def check_combine(
         or routed.topk_weights.requires_grad
         or (add is not None and add.requires_grad)
     )
+    if weighted and torch.is_grad_enabled() and routed.topk_weights.requires_grad and not routed.weights.requires_grad:
+        raise ArgumentError(
+            f"routed{at}: of a dispatch without gradients, with topk_weights that require them; allowed: a dispatch "
+            "with gradients enabled, or topk_weights.detach()"
+        )
     tokens, again = routed._tokens, routed._again
     if needing and torch.is_grad_enabled() and again is not None and tokens is not None and again.is_written(tokens):
         raise ArgumentError(

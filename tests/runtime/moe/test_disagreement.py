@@ -81,6 +81,28 @@ def refused_and_went_on(rank: int, transport: str) -> None:
         fits(d, rank)
 
 
+def refused_combine(rank: int, transport: str) -> None:
+    """One rank dispatched without gradients."""
+    d = dispatcher(transport)
+    x, ids, weights = tokens(rank)
+    weights.requires_grad_()
+    with torch.set_grad_enabled(rank != 1):
+        routed = d.dispatch(x, ids, weights)
+    d.combine(routed.x, routed)
+
+
+def refused_combine_start(rank: int, transport: str) -> None:
+    """The start raises, not `finish`."""
+    d = dispatcher(transport)
+    x, ids, weights = tokens(rank)
+    weights.requires_grad_()
+    with torch.set_grad_enabled(rank != 1):
+        routed = d.dispatch(x, ids, weights)
+    pending = d.combine_start(routed.x, routed)
+    assert rank != 1
+    pending.finish()
+
+
 def refused_to_be_made(rank: int, transport: str) -> None:
     """One rank makes no dispatcher, since its settings are not allowed."""
     d = dispatcher(transport)
@@ -117,6 +139,8 @@ CASES: dict[Callable, Callable[[list[str]], bool]] = {
     refused_once: lambda outcomes: (
         outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
     ),
+    refused_combine: lambda outcomes: outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED,
+    refused_combine_start: lambda outcomes: outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED,
     refused_and_went_on: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
     refused_to_be_made: lambda outcomes: (
         outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
