@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property, wraps
 from itertools import pairwise
@@ -144,6 +144,8 @@ class DispatchConfig:
         self._set_packed()
         self._set_nodes()
         self._set_active_ranks()
+        if self.expert_map is not None:
+            self._set(expert_map=_listed(self.expert_map))
         bounds, physical_expert_of, expert_of = _place_experts(
             self.ranks, self.num_experts, self.expert_map, self.active_ranks
         )
@@ -411,6 +413,14 @@ def _capacity_rows(name: str, capacity: int | float, share: float) -> int:
     return math.ceil(capacity * share)
 
 
+def _listed(expert_map: Iterable[Iterable[int]]) -> list[list[int]]:
+    try:
+        return [list(experts) for experts in expert_map]
+    except TypeError:
+        allowed = "for each rank a list of its experts, or None"
+        raise ArgumentError(f"expert_map: {shown(expert_map)}; allowed: {allowed}") from None
+
+
 def _place_experts(
     ranks: int, num_experts: int, expert_map: Sequence[Sequence[int]] | None, active_ranks: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
@@ -422,12 +432,6 @@ def _place_experts(
         # The first ranks have one more where the number does not divide.
         each, more = divmod(num_experts, ranks)
         return tuple(r * each + min(r, more) for r in range(ranks + 1)), (), ()
-    try:
-        for experts in expert_map:
-            iter(experts)
-    except TypeError:
-        allowed = "for each rank a list of its experts, or None"
-        raise ArgumentError(f"expert_map: {shown(expert_map)}; allowed: {allowed}") from None
     if len(expert_map) != ranks:
         raise ArgumentError(f"expert_map: lists for {len(expert_map)} ranks; allowed: one for each of {ranks}")
     placed = [

@@ -312,7 +312,7 @@ class TokenDispatcher(TokenEngine):
             x: [T, H] of the dispatcher's dtype. With `payloads` a list of tensors [T, ...], as the dispatcher has them,
                 of any strides; their bytes are sent as they are, and gradients do not flow to them.
             topk_ids: int32 or int64 [T, K]; -1 is none.
-            topk_weights: floats [T, K].
+            topk_weights: float32, bfloat16, float16 or float64 [T, K].
             scale: with `payloads`, the payload after those of `x`: `dispatch(x, …, scale=s)` is `dispatch([x, s], …)`.
 
         Raises:

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ...errors import ArgumentError, shown
 from ..dtensor.overlap import overlaps_itself, ranges_overlap
 from .config import DispatchConfig
 from .dispatch_record import Tokens
 from .routed import RoutedTokens
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes of topk_weights."""
 
 
 def check_dispatch(config: DispatchConfig, device: torch.device, tokens: Tokens, at: str = "") -> None:
@@ -38,9 +42,10 @@ def check_dispatch(config: DispatchConfig, device: torch.device, tokens: Tokens,
         raise ArgumentError(
             f"topk_ids{at}: {ids.dtype} of shape {tuple(ids.shape)}; allowed: int32 or int64 of shape {shape}"
         )
-    if weights.shape != shape or not weights.dtype.is_floating_point:
+    if weights.shape != shape or weights.dtype not in FLOATS:
         raise ArgumentError(
-            f"topk_weights{at}: {weights.dtype} of shape {tuple(weights.shape)}; allowed: floats of shape {shape}"
+            f"topk_weights{at}: {weights.dtype} of shape {tuple(weights.shape)}; allowed: "
+            f"{', '.join(map(str, FLOATS))} of shape {shape}"
         )
     if not x.device == ids.device == weights.device == device:
         for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
@@ -75,8 +80,7 @@ def packed_tokens(
         raise ArgumentError(f"x{at}: {len(payloads)} payloads; allowed: {len(config.packed.dtypes)}, as in payloads=")
     for i, (payload, dtype, shape) in enumerate(zip(payloads, config.packed.dtypes, config.packed.shapes, strict=True)):
         name = f"payloads[{i}]{at}"
-        if not isinstance(payload, torch.Tensor):
-            raise ArgumentError(f"{name}: {shown(payload)}; allowed: a tensor")
+        _check_tensors("", **{name: payload})
         tokens = len(payloads[0]) if i else "T"
         wrong = payload.dim() == 0 or (i > 0 and len(payload) != tokens)
         if wrong or payload.dtype is not dtype or tuple(payload.shape[1:]) != shape:
@@ -129,8 +133,9 @@ def check_combine(
     for name, tensor in (("out", out), ("add", add)):
         if tensor is None:
             continue
+        _check_tensors(at, **{name: tensor})
         _check_device(name + at, tensor, device)
-        adjacent = shape[1] <= 1 or tensor.stride(1) == 1
+        adjacent = shape[1] <= 1 or tensor.dim() != 2 or tensor.stride(1) == 1
         written_twice = name == "out" and overlaps_itself(tensor)
         if tensor.shape != shape or tensor.dtype is not config.dtype or not adjacent or written_twice:
             apart = ", rows that do not overlap" if name == "out" else ""
@@ -185,7 +190,12 @@ def check_writable(name: str, out: torch.Tensor, others: Mapping[str, torch.Tens
 def _check_tensors(at: str, **given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
-            raise ArgumentError(f"{name}{at}: {value!r}; allowed: a tensor")
+            raise ArgumentError(f"{name}{at}: {shown(value)}; allowed: a tensor")
+        if isinstance(value, DTensor):
+            raise ArgumentError(f"{name}{at}: a DTensor; allowed: a local tensor, as {name}.to_local() returns")
+        if value.is_nested or value.layout is not torch.strided:
+            kind = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
+            raise ArgumentError(f"{name}{at}: {kind}; allowed: a dense tensor, of layout torch.strided")
 
 
 def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

@@ -285,6 +285,10 @@ def refused(rank: int, transport: str) -> None:
         with pytest.raises(ArgumentError, match="x: "):
             d.dispatch_start(torch.zeros(9, 8), *of_value(0.0)[1:])
         assert returned(d, d.dispatch_start(*of_value(1.0 + rank)).finish()) == 1.0 + rank
+    x, ids, weights = of_value(1.0 + rank)
+    distributed = distribute_tensor(x, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()])
+    with pytest.raises(ArgumentError, match=r"x: a DTensor; allowed: a local tensor, as x.to_local\(\) returns"):
+        d.dispatch(distributed, ids, weights)
     with pytest.raises(ArgumentError, match="routed: "):
         d.combine_start(torch.zeros(1), None)  # type: ignore[arg-type]
     assert returned(d, d.dispatch(*of_value(1.0 + rank))) == 1.0 + rank

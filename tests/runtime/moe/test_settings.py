@@ -97,10 +97,19 @@ def test_config_rows_and_fingerprints():
         (lambda x, i, w: (x.repeat(2, 1), i.repeat(2, 1), w.repeat(2, 1)), "T up to max_tokens, 4"),
         (lambda x, i, w: (x, i.float(), w), r"topk_ids\[1\]: torch.float32"),
         (lambda x, i, w: (x, i[:, :1], w), r"topk_ids\[1\]: .*shape \(4, 1\)"),
+        (lambda x, i, w: (x.to_sparse(), i, w), r"x\[1\]: of layout torch.sparse_coo; allowed: a dense tensor"),
+        (lambda x, i, w: (torch.nested.nested_tensor([x]), i, w), r"x\[1\]: a nested tensor; allowed: a dense tensor"),
+        (lambda x, i, w: (x, i.to_sparse(), w), r"topk_ids\[1\]: of layout torch.sparse_coo"),
+        (
+            lambda x, i, w: (x, i, w.byte().view(torch.float4_e2m1fn_x2)),
+            r"topk_weights\[1\]: torch.float4_e2m1fn_x2 .*allowed: torch.float32, torch.bfloat16, torch.float16, ",
+        ),
+        (lambda x, i, w: (x, i, w.to(torch.float8_e4m3fn)), r"topk_weights\[1\]: torch.float8_e4m3fn"),
         (lambda x, i, w: (x, i, w.long()), r"topk_weights\[1\]: torch.int64"),
         (lambda x, i, w: (x, i.to("meta"), w), r"topk_ids\[1\]: on meta; allowed: cpu"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_dispatch_and_combine_refuse_tensors(change, text):
     d = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
     good = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
@@ -113,6 +122,10 @@ def test_dispatch_and_combine_refuse_tensors(change, text):
         d.combine([r.x for r in routed], [None, None])
     with pytest.raises(ArgumentError, match=r"add\[0\]: torch.float32 of shape \(4, 7\)"):
         d.combine([r.x for r in routed], routed, add=[torch.zeros(4, 7), None])
+    for name in ("add", "out"):
+        for wrong, text in ((5, "5; allowed: a tensor"), (torch.zeros(4, 8).to_sparse(), "of layout torch.sparse_coo")):
+            with pytest.raises(ArgumentError, match=rf"{name}\[0\]: {text}"):
+                d.combine([r.x for r in routed], routed, **{name: [wrong, wrong]})
     shared = torch.zeros(5, 8)
     with torch.inference_mode():
         inference = torch.zeros(4, 8)
@@ -149,6 +162,12 @@ def test_virtual_dispatcher_refuses_lists():
     routed = d.dispatch([t.x] * 2, [t.ids] * 2, [t.weights] * 2)
     with pytest.raises(ArgumentError, match="out: 1 of 2 given"):
         d.combine([r.x for r in routed], routed, out=[torch.zeros(4, 8), None])
+
+
+@pytest.mark.plan
+def test_config_accepts_iterators_as_expert_map():
+    config = one(expert_map=(iter(of_rank) for of_rank in ([0, 1], [3, 2])))
+    assert config == one(expert_map=[[0, 1], [3, 2]]) and config.expert_map == ((0, 1), (3, 2))
 
 
 @pytest.mark.plan
