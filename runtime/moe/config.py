@@ -388,14 +388,14 @@ def fill_value(zero_rows: bool | None) -> float | None:
     return 0.0 if zero_rows else math.nan if requested_poison() else None
 
 
-def whole_number(name: str, value: object, least: int, most: int) -> int:
-    """Return `value` as an int; accepts numpy's integers."""
+def whole_number(name: str, value: object, least: int, most: int, otherwise: str = "") -> int:
+    """Return `value` as an int; accepts numpy's integers. `otherwise`: what else is allowed, for the error."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = least - 1
     if isinstance(value, bool | torch.Tensor) or not least <= number <= most:
-        raise ArgumentError(f"{name}: {shown(value)}; allowed: a whole number, {least} to {most}")
+        raise ArgumentError(f"{name}: {shown(value)}; allowed: a whole number, {least} to {most}{otherwise}")
     return number
 
 
@@ -405,12 +405,10 @@ def round_up(number: int, align: int) -> int:
 
 
 def _capacity_rows(name: str, capacity: int | float, share: float) -> int:
-    if not isinstance(capacity, float):
-        return whole_number(name, capacity, 0, MOST_ROWS)
-    if not 0 <= capacity < math.inf:
-        of = "max_tokens * top_k" if name == "capacity" else "max_tokens * top_k / ranks"
-        raise ArgumentError(f"{name}: {capacity!r}; allowed: rows (int) or a factor of {of} (float)")
-    return math.ceil(capacity * share)
+    if isinstance(capacity, float) and 0 <= capacity < math.inf:
+        return math.ceil(capacity * share)
+    of = "max_tokens * top_k" if name == "capacity" else "max_tokens * top_k / ranks"
+    return whole_number(name, capacity, 0, MOST_ROWS, f", or a factor of {of} (float)")
 
 
 def _listed(expert_map: Iterable[Iterable[int]]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from .. import flight_recorder
-from ..executor.call import binding, refuse, refuse_among
+from ..executor.call import binding, refuse, refuse_among, refuse_unplanned
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end, start_in_background
 from ..statistics import stats
@@ -143,7 +143,8 @@ class TokenDispatcher(TokenEngine):
             messages between nodes; otherwise chunks travel between all of them as with "process_group".
 
     Raises:
-        ArgumentError: a number or name that is not allowed. Peers are told, here and with an UnsupportedError.
+        ArgumentError: an argument that is not allowed. Peers are told, here and with an UnsupportedError; not of a
+            `group_or_mesh` that is neither, or does not have this rank.
         UnsupportedError: the process group does not support the device; there is no process group; with
             transport="symmetric_memory", a buffer has to be allocated while a CUDA graph is captured.
     """
@@ -170,7 +171,8 @@ class TokenDispatcher(TokenEngine):
             )
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
-                raise ArgumentError(f"group_or_mesh: a mesh of {group.ndim} dims; allowed: 1, such as mesh['ep']")
+                error = ArgumentError(f"group_or_mesh: a mesh of {group.ndim} dims; allowed: 1, such as mesh['ep']")
+                raise refuse_unplanned(error, [group])
             group = group.get_group()
         group = dist.group.WORLD if group is None else group
         assert group is not None

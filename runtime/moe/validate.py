@@ -112,7 +112,8 @@ def check_combine(
         ArgumentError: unsupported shape, dtype or device, or a `routed` of another dispatcher or rank.
     """
     if not isinstance(routed, RoutedTokens) or routed._source[0] != source[0]:
-        raise ArgumentError(f"routed{at}: allowed: a result of this dispatcher's dispatch")
+        given = f"of dispatcher {routed._source[0]}" if isinstance(routed, RoutedTokens) else shown(routed)
+        raise ArgumentError(f"routed{at}: {given}; allowed: a result of this dispatcher's dispatch")
     if routed._source[1] != source[1]:
         raise ArgumentError(f"routed{at}: of rank {routed._source[1]}; allowed: of rank {source[1]}")
     if routed._config.active_ranks != config.active_ranks:
@@ -120,6 +121,8 @@ def check_combine(
             f"routed{at}: of a dispatch with the active ranks {ranks_text(routed._config)}; allowed: of one since "
             f"set_active_ranks, with {ranks_text(config)}"
         )
+    if not isinstance(weighted, bool):
+        raise ArgumentError(f"weighted: {shown(weighted)}; allowed: True, False")
     _check_tensors(at, expert_output=values)
     _check_device(f"expert_output{at}", values, device)
     wanted = *routed.weights.shape, config.hidden

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardweave.errors import ArgumentError, TransportError, UnsupportedError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
@@ -110,6 +111,13 @@ def refused_to_be_made(rank: int, transport: str) -> None:
     dispatcher(transport, hidden=0 if rank == 1 else H).dispatch(*tokens(rank))
 
 
+def refused_mesh(rank: int, transport: str) -> None:
+    d = dispatcher(transport)
+    fits(d, rank)
+    mesh = init_device_mesh("cpu", (2, 2))
+    dispatcher(transport, group_or_mesh=mesh if rank == 1 else None).dispatch(*tokens(rank))
+
+
 def refused_to_be_made_by_all(rank: int, transport: str) -> str:
     """The transport remains usable."""
     for given, error in (({"hidden": 0}, ArgumentError), ({"device": "meta"}, UnsupportedError)):
@@ -143,6 +151,9 @@ CASES: dict[Callable, Callable[[list[str]], bool]] = {
     refused_combine_start: lambda outcomes: outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED,
     refused_and_went_on: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
     refused_to_be_made: lambda outcomes: (
+        outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
+    ),
+    refused_mesh: lambda outcomes: (
         outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
     ),
     refused_to_be_made_by_all: lambda outcomes: outcomes == ["went on"] * RANKS,

@@ -62,6 +62,10 @@ def one(**given) -> DispatchConfig:
         ({"expert_map": [[0, 1.7], [2, 3]]}, r"expert_map\[0\]: 1.7; allowed: a whole number"),
         ({"top_k": torch.tensor(2)}, "top_k: tensor"),
         ({"capacity": True}, "capacity: True"),
+        (
+            {"capacity": "a"},
+            r"capacity: 'a'; allowed: a whole number, 0 to 2147483647, or a factor of max_tokens \* top_k ",
+        ),
         ({"chunk_capacity": -1}, "chunk_capacity: -1"),
         (
             {"chunk_capacity": float("nan")},
@@ -118,8 +122,11 @@ def test_dispatch_and_combine_refuse_tensors(change, text):
     routed = d.dispatch(*zip(good, good, strict=True))
     with pytest.raises(ArgumentError, match=r"expert_output\[0\]: .*that of routed.x"):
         d.combine([r.x[:-1] for r in routed], routed)
-    with pytest.raises(ArgumentError, match=r"routed\[0\]"):
+    with pytest.raises(ArgumentError, match=r"routed\[0\]: None; allowed: a result of this dispatcher's dispatch"):
         d.combine([r.x for r in routed], [None, None])
+    for call in (d.combine, d.combine_start):
+        with pytest.raises(ArgumentError, match="weighted: None; allowed: True, False"):
+            call([r.x for r in routed], routed, weighted=None)
     with pytest.raises(ArgumentError, match=r"add\[0\]: torch.float32 of shape \(4, 7\)"):
         d.combine([r.x for r in routed], routed, add=[torch.zeros(4, 7), None])
     for name in ("add", "out"):
@@ -147,7 +154,9 @@ def test_dispatch_and_combine_refuse_tensors(change, text):
             d.combine(**{"expert_outputs": [r.x for r in routed], "routed": routed, **change})
     other = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
     assert other.config == d.config
-    with pytest.raises(ArgumentError, match=r"routed\[0\]: allowed: a result of this dispatcher's dispatch"):
+    with pytest.raises(
+        ArgumentError, match=r"routed\[0\]: of dispatcher \d+; allowed: a result of this dispatcher's dispatch"
+    ):
         other.combine([r.x for r in routed], routed)
     needing = [r.x.clone().requires_grad_() for r in routed]
     with pytest.raises(ArgumentError, match=r"out\[0\]: gradients are recorded"):
