@@ -92,14 +92,14 @@ class DispatchConfig:
     quantize_output: str | None = None
     scale_layout: str | None = None
 
-    packed_output: PackedRows | None = field(init=False, compare=False)
-    """Likewise of combine, with quantize_output."""
-    quantized_output: QuantizedRows | None = field(init=False, compare=False)
-    """How combine quantizes rows."""
     packed: PackedRows | None = field(init=False, compare=False)
     """Where payloads lie in a row of dispatch; None: rows are those of x."""
     quantized: QuantizedRows | None = field(init=False, compare=False)
     """How dispatch quantizes rows."""
+    packed_output: PackedRows | None = field(init=False, compare=False)
+    """Where payloads lie in a row of combine, with quantize_output; None: rows are those of the experts' output."""
+    quantized_output: QuantizedRows | None = field(init=False, compare=False)
+    """How combine quantizes rows."""
     dispatched: tuple[int, torch.dtype] = field(init=False, compare=False)
     """The elements of a row as dispatch sends it, and their dtype."""
     rows: int = field(init=False)
