@@ -216,7 +216,7 @@ class DispatchConfig:
 
     def _set_rows(self) -> None:
         """Set `rows`, `expert_capacity` and `zero_rows`."""
-        on_one_rank = max(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+        on_one_rank = max(self.experts_per_rank)
         pairs, capacity = self.ranks * self.most_pairs, self.capacity
         if self.batched:
             if capacity is not None:
@@ -304,6 +304,11 @@ class DispatchConfig:
         return (self.expert_capacity or 0) if self.batched else self.align - 1
 
     @cached_property
+    def experts_per_rank(self) -> tuple[int, ...]:
+        """The number of physical experts of each rank."""
+        return tuple(high - low for low, high in pairwise(self.bounds))
+
+    @cached_property
     def node_ranks(self) -> NodeRanks | None:
         """The ranks of each node; None if all share one."""
         return None if self.nodes is None else NodeRanks(cast("Sequence[int]", self.nodes))
@@ -317,7 +322,7 @@ class DispatchConfig:
     def has_room_for_all(self) -> bool:
         """Whether no pair with a valid id is ever dropped."""
         pairs = self.ranks * self.most_pairs
-        on_one_rank = max(b - a for a, b in pairwise(self.bounds))
+        on_one_rank = max(self.experts_per_rank)
         fits = self.batched or self.rows >= pairs + on_one_rank * (self.align - 1)
         return fits and (self.expert_capacity is None or self.expert_capacity >= pairs) and self.chunk_rows is None
 

@@ -60,7 +60,7 @@ def move_experts(
             raise ArgumentError(f"expert_map: {shown(expert_map)}; allowed: the experts of each rank")
         new = replace(old, expert_map=expert_map)
         if new.bounds != old.bounds:
-            given, allowed = ([b - a for a, b in zip(c.bounds, c.bounds[1:], strict=False)] for c in (new, old))
+            given, allowed = list(new.experts_per_rank), list(old.experts_per_rank)
             raise ArgumentError(f"expert_map: {given} experts on the ranks; allowed: as many as now, {allowed}")
     with torch.no_grad(), on_device(dispatcher.transfers[0].device):
         moved = _moved(dispatcher, _held(old), _held(new), rows)
