@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, shown
 from ...kernels import PAYLOADS, fill_rows
 from ...kernels import silu_and_mul as write_result
 from ...kernels import silu_and_mul_backward as write_gradients
@@ -25,7 +25,7 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, routed: RoutedTokens) -> 
 
     Args:
         gate, up: float32, bfloat16 or float16, of one dtype and of shape [R, F] (batched [S_local, C, F]), with the
-            leading dims of `routed.x`. Any stride between rows: halves of one tensor are not copied.
+            dims of `routed.weights` first. Any stride between rows: halves of one tensor are not copied.
         routed: the dispatch of these rows.
 
     Returns:
@@ -36,8 +36,10 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, routed: RoutedTokens) -> 
     """
     if not isinstance(routed, RoutedTokens):
         raise ArgumentError(f"routed: {type(routed).__name__}; allowed: the result of a dispatch")
-    rows = routed.x.shape[:-1]
+    rows = routed.weights.shape
     for name, x in (("gate", gate), ("up", up)):
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(f"{name}: {shown(x)}; allowed: a tensor")
         if x.shape[:-1] != rows or x.shape[-1:] != gate.shape[-1:] or x.dtype not in PAYLOADS:
             raise ArgumentError(
                 f"{name}: {x.dtype} of shape {tuple(x.shape)}; allowed: torch.float32, torch.bfloat16 or torch.float16 "

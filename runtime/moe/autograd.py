@@ -23,8 +23,17 @@ def dispatch_tokens(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[Route
     """TokenDispatcher.dispatch of all ranks in this process."""
     if engine.config.save == "redispatch" and torch.compiler.is_compiling():
         raise UnsupportedError('save="redispatch" under torch.compile; allowed: "buffer", "copy"')
-    tokens = [t if t.weights.dtype is torch.float32 else t._replace(weights=t.weights.float()) for t in tokens]
-    return routed_tokens(engine, engine.config, tokens)
+    return routed_tokens(engine, engine.config, [t._replace(weights=copied_weights(t.weights)) for t in tokens])
+
+
+def copied_weights(weights: torch.Tensor) -> torch.Tensor:
+    """Return float32 weights in memory of their own: combine reads them when the caller may have written others. They
+    require gradients where `weights` do, also without gradients enabled, so that a combine with gradients is refused.
+    """
+    if weights.requires_grad and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        with torch.enable_grad():
+            return copied_weights(weights)
+    return weights.clone() if weights.dtype is torch.float32 else weights.float()
 
 
 def routed_tokens(
@@ -65,7 +74,7 @@ def routed_tokens(
             row_weights = _by_group(row_weights, groups, config)
             grad_rows = None if grad_rows is None else _by_group(grad_rows, groups, config)
         x, *others = payloads
-        kept, rows_again = (item.x.detach(), RowsAgain(x)) if again else (None, None)
+        kept, rows_again = (item.x.detach(), RowsAgain(x, item.x)) if again else (None, None)
         source = engine.handle, transfer.me
         routed.append(
             RoutedTokens(
@@ -143,12 +152,6 @@ def _differentiable(
     again = [r._again for r in routed if r._again is not None]
     row_weights = [record.weights for record in records]
     weighted = weights[0] is not None
-    required = zip(weights, row_weights, strict=True)
-    if any(w is not None and w.requires_grad and not of_rows.requires_grad for w, of_rows in required):
-        raise ArgumentError(
-            "routed: of a dispatch without gradients, with topk_weights that require them; allowed: a dispatch with "
-            "gradients enabled, or topk_weights.detach()"
-        )
     of_tokens = [w.detach() for w in weights if w is not None] if weighted else None
     return list(Combine.apply(engine, of_tokens, again, records, done, *values, *row_weights, *adds, *tokens))
 

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property, wraps
 from itertools import pairwise
@@ -92,14 +92,14 @@ class DispatchConfig:
     quantize_output: str | None = None
     scale_layout: str | None = None
 
-    packed_output: PackedRows | None = field(init=False, compare=False)
-    """Likewise of combine, with quantize_output."""
-    quantized_output: QuantizedRows | None = field(init=False, compare=False)
-    """How combine quantizes rows."""
     packed: PackedRows | None = field(init=False, compare=False)
     """Where payloads lie in a row of dispatch; None: rows are those of x."""
     quantized: QuantizedRows | None = field(init=False, compare=False)
     """How dispatch quantizes rows."""
+    packed_output: PackedRows | None = field(init=False, compare=False)
+    """Where payloads lie in a row of combine, with quantize_output; None: rows are those of the experts' output."""
+    quantized_output: QuantizedRows | None = field(init=False, compare=False)
+    """How combine quantizes rows."""
     dispatched: tuple[int, torch.dtype] = field(init=False, compare=False)
     """The elements of a row as dispatch sends it, and their dtype."""
     rows: int = field(init=False)
@@ -144,6 +144,8 @@ class DispatchConfig:
         self._set_packed()
         self._set_nodes()
         self._set_active_ranks()
+        if self.expert_map is not None:
+            self._set(expert_map=_listed(self.expert_map))
         bounds, physical_expert_of, expert_of = _place_experts(
             self.ranks, self.num_experts, self.expert_map, self.active_ranks
         )
@@ -214,7 +216,7 @@ class DispatchConfig:
 
     def _set_rows(self) -> None:
         """Set `rows`, `expert_capacity` and `zero_rows`."""
-        on_one_rank = max(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+        on_one_rank = max(self.experts_per_rank)
         pairs, capacity = self.ranks * self.most_pairs, self.capacity
         if self.batched:
             if capacity is not None:
@@ -302,6 +304,11 @@ class DispatchConfig:
         return (self.expert_capacity or 0) if self.batched else self.align - 1
 
     @cached_property
+    def experts_per_rank(self) -> tuple[int, ...]:
+        """The number of physical experts of each rank."""
+        return tuple(high - low for low, high in pairwise(self.bounds))
+
+    @cached_property
     def node_ranks(self) -> NodeRanks | None:
         """The ranks of each node; None if all share one."""
         return None if self.nodes is None else NodeRanks(cast("Sequence[int]", self.nodes))
@@ -315,7 +322,7 @@ class DispatchConfig:
     def has_room_for_all(self) -> bool:
         """Whether no pair with a valid id is ever dropped."""
         pairs = self.ranks * self.most_pairs
-        on_one_rank = max(b - a for a, b in pairwise(self.bounds))
+        on_one_rank = max(self.experts_per_rank)
         fits = self.batched or self.rows >= pairs + on_one_rank * (self.align - 1)
         return fits and (self.expert_capacity is None or self.expert_capacity >= pairs) and self.chunk_rows is None
 
@@ -386,14 +393,14 @@ def fill_value(zero_rows: bool | None) -> float | None:
     return 0.0 if zero_rows else math.nan if requested_poison() else None
 
 
-def whole_number(name: str, value: object, least: int, most: int) -> int:
-    """Return `value` as an int; accepts numpy's integers."""
+def whole_number(name: str, value: object, least: int, most: int, otherwise: str = "") -> int:
+    """Return `value` as an int; accepts numpy's integers. `otherwise`: what else is allowed, for the error."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = least - 1
     if isinstance(value, bool | torch.Tensor) or not least <= number <= most:
-        raise ArgumentError(f"{name}: {shown(value)}; allowed: a whole number, {least} to {most}")
+        raise ArgumentError(f"{name}: {shown(value)}; allowed: a whole number, {least} to {most}{otherwise}")
     return number
 
 
@@ -403,12 +410,18 @@ def round_up(number: int, align: int) -> int:
 
 
 def _capacity_rows(name: str, capacity: int | float, share: float) -> int:
-    if not isinstance(capacity, float):
-        return whole_number(name, capacity, 0, MOST_ROWS)
-    if not 0 <= capacity < math.inf:
-        of = "max_tokens * top_k" if name == "capacity" else "max_tokens * top_k / ranks"
-        raise ArgumentError(f"{name}: {capacity!r}; allowed: rows (int) or a factor of {of} (float)")
-    return math.ceil(capacity * share)
+    if isinstance(capacity, float) and 0 <= capacity < math.inf:
+        return math.ceil(capacity * share)
+    of = "max_tokens * top_k" if name == "capacity" else "max_tokens * top_k / ranks"
+    return whole_number(name, capacity, 0, MOST_ROWS, f", or a factor of {of} (float)")
+
+
+def _listed(expert_map: Iterable[Iterable[int]]) -> list[list[int]]:
+    try:
+        return [list(experts) for experts in expert_map]
+    except TypeError:
+        allowed = "for each rank a list of its experts, or None"
+        raise ArgumentError(f"expert_map: {shown(expert_map)}; allowed: {allowed}") from None
 
 
 def _place_experts(
@@ -422,12 +435,6 @@ def _place_experts(
         # The first ranks have one more where the number does not divide.
         each, more = divmod(num_experts, ranks)
         return tuple(r * each + min(r, more) for r in range(ranks + 1)), (), ()
-    try:
-        for experts in expert_map:
-            iter(experts)
-    except TypeError:
-        allowed = "for each rank a list of its experts, or None"
-        raise ArgumentError(f"expert_map: {shown(expert_map)}; allowed: {allowed}") from None
     if len(expert_map) != ranks:
         raise ArgumentError(f"expert_map: lists for {len(expert_map)} ranks; allowed: one for each of {ranks}")
     placed = [

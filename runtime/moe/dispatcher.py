@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from .. import flight_recorder
-from ..executor.call import binding, refuse, refuse_among
+from ..executor.call import binding, refuse, refuse_among, refuse_unplanned
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end, start_in_background
 from ..statistics import stats
@@ -143,7 +143,8 @@ class TokenDispatcher(TokenEngine):
             messages between nodes; otherwise chunks travel between all of them as with "process_group".
 
     Raises:
-        ArgumentError: a number or name that is not allowed. Peers are told, here and with an UnsupportedError.
+        ArgumentError: an argument that is not allowed. Peers are told, here and with an UnsupportedError; not of a
+            `group_or_mesh` that is neither, or does not have this rank.
         UnsupportedError: the process group does not support the device; there is no process group; with
             transport="symmetric_memory", a buffer has to be allocated while a CUDA graph is captured.
     """
@@ -170,7 +171,8 @@ class TokenDispatcher(TokenEngine):
             )
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
-                raise ArgumentError(f"group_or_mesh: a mesh of {group.ndim} dims; allowed: 1, such as mesh['ep']")
+                error = ArgumentError(f"group_or_mesh: a mesh of {group.ndim} dims; allowed: 1, such as mesh['ep']")
+                raise refuse_unplanned(error, [group])
             group = group.get_group()
         group = dist.group.WORLD if group is None else group
         assert group is not None
@@ -306,11 +308,13 @@ class TokenDispatcher(TokenEngine):
     ) -> RoutedTokens:
         """Send each token's row to the ranks of its experts.
 
+        Arguments may be overwritten once it has returned, but for x with save="redispatch" until backward has run.
+
         Args:
             x: [T, H] of the dispatcher's dtype. With `payloads` a list of tensors [T, ...], as the dispatcher has them,
                 of any strides; their bytes are sent as they are, and gradients do not flow to them.
             topk_ids: int32 or int64 [T, K]; -1 is none.
-            topk_weights: floats [T, K].
+            topk_weights: float32, bfloat16, float16 or float64 [T, K].
             scale: with `payloads`, the payload after those of `x`: `dispatch(x, …, scale=s)` is `dispatch([x, s], …)`.
 
         Raises:
@@ -344,7 +348,7 @@ class TokenDispatcher(TokenEngine):
         Any number may be in flight, also of several dispatchers; all use the same buffers, one after another. Every
         rank starts and makes the same calls in the same order, and finishes those of a dispatcher in the order of their
         start; with overflow="raise" they finish them between the same starts. Other calls of shardweave wait for those
-        in flight. Arguments must not be written until `finish` has returned.
+        in flight. Arguments must not be written until `finish` has returned; from then on as after `dispatch`.
 
         Differentiable; backward is in one phase, as that of `dispatch`. Graphs of torch.compile do not have it.
 
@@ -390,7 +394,7 @@ class TokenDispatcher(TokenEngine):
         Raises:
             ArgumentError, TransportError: as for `dispatch`.
         """
-        self._check_combine(expert_output, routed, out, add)
+        self._check_combine(expert_output, routed, out, add, weighted)
         return combine_tokens(self, [expert_output], [routed], [out], [add], weighted)[0]
 
     def combine_start(
@@ -414,7 +418,7 @@ class TokenDispatcher(TokenEngine):
             ArgumentError: as for `combine`. Failures of peers are raised by `finish`.
             UnsupportedError: in a graph of torch.compile.
         """
-        self._check_combine(expert_output, routed, out, add)
+        self._check_combine(expert_output, routed, out, add, weighted)
         return start_combines(self, [expert_output], [routed], [out], [add], weighted, _only)
 
     def check(self) -> None:
@@ -460,10 +464,18 @@ class TokenDispatcher(TokenEngine):
         except ArgumentError as error:
             self._reporting.report(error)
             raise
-        with nullcontext() if isinstance(self._transport, InProcessTransport) else binding():  # no call is in flight
+        with self._between_calls():
             self.transfers = [transfer]
-            self.use_config(config)
+            self._use_config(config)
             self._meet_with([r for i, r in enumerate(self._ranks) if config.is_active(i)])
+
+    def _use_config(self, config: DispatchConfig) -> None:
+        with self._between_calls():
+            super()._use_config(config)
+
+    def _between_calls(self) -> AbstractContextManager[Any]:
+        """Return a context in which no call is in flight, which waits for those that are."""
+        return nullcontext() if isinstance(self._transport, InProcessTransport) else binding()
 
     def _meet_with(self, ranks: Sequence[int]) -> None:
         """Make the calls from now on among these ranks."""
@@ -489,13 +501,18 @@ class TokenDispatcher(TokenEngine):
         return tokens
 
     def _check_combine(
-        self, values: torch.Tensor, routed: RoutedTokens, out: torch.Tensor | None, add: torch.Tensor | None
+        self,
+        values: torch.Tensor,
+        routed: RoutedTokens,
+        out: torch.Tensor | None,
+        add: torch.Tensor | None,
+        weighted: bool,
     ) -> None:
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
         try:
             transfer = self.transfers[0]
-            check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add)
+            check_combine(self.config, transfer.device, (self.handle, transfer.me), values, routed, out, add, weighted)
         except ArgumentError as error:
             self._reporting.report(error)
             raise

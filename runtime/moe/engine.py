@@ -79,7 +79,7 @@ class TokenEngine:
             self.started.note(self._overflow)
             self._overflow.check(0)
 
-    def use_config(self, config: DispatchConfig) -> None:
+    def _use_config(self, config: DispatchConfig) -> None:
         """Use another config from now on, which differs in the experts of physical experts or the active ranks only.
         Dispatches so far keep theirs."""
         with torch.inference_mode(False), on_device(self.transfers[0].device):

@@ -37,9 +37,10 @@ def move_experts(
     """Give a dispatcher another expert map, and move the experts' weights to their new ranks, in place.
 
     All ranks of the dispatcher call it with equal maps, between steps: dispatches so far may still be combined, but
-    their backward must have run, since it needs the old weights. The dispatcher keeps its buffers. Weights travel in
-    one batch of redistributions: each expert that a rank does not have yet is received once, from a rank that has it.
-    Experts that stay on their rank move within it. Captured CUDA graphs keep the old map: capture them again.
+    their backward must have run, since it needs the old weights. It waits for the calls in flight. The dispatcher keeps
+    its buffers. Weights travel in one batch of redistributions: each expert that a rank does not have yet is received
+    once, from a rank that has it. Experts that stay on their rank move within it. Captured CUDA graphs keep the old
+    map: capture them again.
 
     Args:
         expert_map: the experts of each rank, as many as now: such as `balance_experts(...).expert_map`.
@@ -59,14 +60,14 @@ def move_experts(
             raise ArgumentError(f"expert_map: {shown(expert_map)}; allowed: the experts of each rank")
         new = replace(old, expert_map=expert_map)
         if new.bounds != old.bounds:
-            given, allowed = ([b - a for a, b in zip(c.bounds, c.bounds[1:], strict=False)] for c in (new, old))
+            given, allowed = list(new.experts_per_rank), list(old.experts_per_rank)
             raise ArgumentError(f"expert_map: {given} experts on the ranks; allowed: as many as now, {allowed}")
     with torch.no_grad(), on_device(dispatcher.transfers[0].device):
         moved = _moved(dispatcher, _held(old), _held(new), rows)
         for x, of in zip(rows, moved, strict=True):
             for slot, row in of.items():
                 x[slot].copy_(row)
-    dispatcher.use_config(new)
+    dispatcher._use_config(new)
 
 
 def sum_replicas(dispatcher: TokenDispatcher, tensors: Sequence[torch.Tensor]) -> None:

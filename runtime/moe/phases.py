@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from ...errors import UnsupportedError
-from .autograd import routed_tokens, start_combine
+from .autograd import copied_weights, routed_tokens, start_combine
 from .dispatch_record import Tokens
 from .engine import TokenEngine
 from .pending import PendingTokens
@@ -23,7 +23,7 @@ def start_dispatch(
     """Start a dispatch of all ranks in this process. `result`: what `finish` returns of theirs."""
     refuse_compiled("dispatch_start", "dispatch")
     config = engine.config
-    tokens = [item._replace(weights=item.weights.float()) for item in tokens]
+    tokens = [item._replace(weights=copied_weights(item.weights)) for item in tokens]
     wait = engine._start_dispatch([item._replace(x=item.x.detach(), weights=item.weights.detach()) for item in tokens])
     return PendingTokens(engine.started, "dispatch", lambda: result(routed_tokens(engine, config, tokens, wait())))
 

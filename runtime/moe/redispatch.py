@@ -14,10 +14,15 @@ class RowsAgain:
     """A placeholder for the rows of one dispatch among saved tensors, until the backward of combine sets `rows`.
 
     Only saved tensors hold it, so the new rows are freed with the last of them.
+
+    Args:
+        x: the rows that were received.
+        tokens: the rows that were sent.
     """
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x: torch.Tensor, tokens: torch.Tensor) -> None:
         self._base, self._dtype = x.storage_offset(), x.dtype
+        self._version = _version(tokens)
         self.rows: torch.Tensor | None = None
         """[rows, H], contiguous."""
 
@@ -32,6 +37,10 @@ class RowsAgain:
 
         return pack_one
 
+    def is_written(self, tokens: torch.Tensor) -> bool:
+        """Return whether torch has written `tokens`, which are to be dispatched again, since their dispatch."""
+        return _version(tokens) != self._version
+
     def view(self, shape: torch.Size, strides: tuple[int, ...], offset: int) -> torch.Tensor:
         """Return a view of the new rows.
 
@@ -44,6 +53,10 @@ class RowsAgain:
                 "of combine"
             )
         return self.rows.as_strided(shape, strides, offset)
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def unpack(saved: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ Algorithm = TokenTransfer | type[TokenTransfer]
 
 def explain(config: DispatchConfig, algorithms: Sequence[Algorithm], transport: str | None = None) -> str:
     """Return the settings, and for each algorithm the memory and the bytes on the wire of each rank, as text."""
-    experts = [b - a for a, b in zip(config.bounds, config.bounds[1:], strict=False)]
+    experts = config.experts_per_rank
     each = f"{experts[0]}" if min(experts) == max(experts) else f"{min(experts)} to {max(experts)}"
     over = f"{config.ranks} rank{'' if config.ranks == 1 else 's'}{f', {transport}' if transport else ''}"
     lines = [
@@ -166,7 +166,7 @@ def _counts_words(config: DispatchConfig, chunk_capacity: int | None) -> int:
 def _once_per_rank(config: DispatchConfig, counts: int, row: int, again: int) -> dict[str, tuple[int, int]]:
     """Return `on_wire` with `dedupe`; counts, row, again: bytes of a rank's counts, of a token in `dtype`, and of one
     that is dispatched again."""
-    experts = [b - a for a, b in zip(config.bounds, config.bounds[1:], strict=False)]
+    experts = config.experts_per_rank
     shares = reached_shares(experts, config.top_k)
     pairs, most_pairs = _pairs_sent(config)
     tokens = min(math.ceil(config.max_tokens * (sum(shares) - min(shares))), pairs)
@@ -210,7 +210,7 @@ def _pairs_sent(config: DispatchConfig) -> tuple[int, int]:
     """Return the pairs of one rank that have a row on another rank: with even routing, of the rank that sends most, and
     at most."""
     pairs, physical_experts = config.most_pairs, config.bounds[-1]
-    experts = [b - a for a, b in zip(config.bounds, config.bounds[1:], strict=False)]
+    experts = config.experts_per_rank
     limit = config.rows if config.expert_capacity is None else config.expert_capacity
     room = [min(config.rows, n * limit) for n in experts]
     # All sources share a destination's room.

@@ -51,7 +51,7 @@ class RoutedTokens:
             differentiable, the elements of a row adjacent and rows a multiple of 16 bytes apart.
         weights: float32 [R] (batched [S_local, C]), each row's weight, 0 for padding; for experts that apply it
             themselves. Differentiable.
-        topk_weights: float32 [T, K], as passed to dispatch.
+        topk_weights: float32 [T, K], a copy of those passed to dispatch.
         grad_rows: with `payloads` or `quantize`, where gradients are recorded: [R, H] (batched [S_local, C, H]) of the
             dispatcher's dtype, without memory and with undefined values. It stands for the rows in autograd: a
             `torch.autograd.Function` that takes it beside `x` and `scale` returns the gradient of the rows for it.
@@ -65,7 +65,7 @@ class RoutedTokens:
     _source: tuple[int, int]
     """The handle of the dispatcher, and the index of the rank."""
     _tokens: torch.Tensor | None = None
-    """With save="redispatch": x as passed to dispatch."""
+    """With save="redispatch": x as passed to dispatch, not a copy."""
     _again: RowsAgain | None = None
     _others: tuple[torch.Tensor, ...] = ()
     """The payloads after the first."""

@@ -91,7 +91,7 @@ class VirtualTokenDispatcher(TokenEngine):
         if config.active_ranks is not None and self._all_ranks[0].two_level:
             raise UnsupportedError("active ranks with two_level=True; allowed: False")
         self.transfers = self._all_ranks
-        self.use_config(config)
+        self._use_config(config)
         self.transfers = [t for t in self._all_ranks if config.is_active(t.me)]
 
     def dispatch(
@@ -144,7 +144,7 @@ class VirtualTokenDispatcher(TokenEngine):
         Raises:
             ArgumentError: lists of another length than the number of ranks; unsupported shape or dtype, with its rank.
         """
-        outs, adds = self._checked_outputs(expert_outputs, routed, out, add)
+        outs, adds = self._checked_outputs(expert_outputs, routed, out, add, weighted)
         return combine_tokens(self, expert_outputs, routed, outs, adds, weighted)
 
     def combine_start(
@@ -162,7 +162,7 @@ class VirtualTokenDispatcher(TokenEngine):
             ArgumentError: as for `combine`.
             UnsupportedError: in a graph of torch.compile.
         """
-        outs, adds = self._checked_outputs(expert_outputs, routed, out, add)
+        outs, adds = self._checked_outputs(expert_outputs, routed, out, add, weighted)
         return start_combines(self, expert_outputs, routed, outs, adds, weighted, _all)
 
     def _checked_tokens(
@@ -188,13 +188,14 @@ class VirtualTokenDispatcher(TokenEngine):
         routed: Sequence[RoutedTokens],
         out: Sequence[torch.Tensor] | None,
         add: Sequence[torch.Tensor] | None,
+        weighted: bool,
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the outputs and what is added, None for each rank without."""
         outs: Sequence[Any] = [None] * len(self.transfers) if out is None else out
         adds: Sequence[Any] = [None] * len(self.transfers) if add is None else add
         self._check_lists(expert_output=values, routed=routed, out=outs, add=adds)
         for i, (t, v, r, o, a) in enumerate(zip(self.transfers, values, routed, outs, adds, strict=True)):
-            check_combine(self.config, t.device, (self.handle, t.me), v, r, o, a, f"[{i}]")
+            check_combine(self.config, t.device, (self.handle, t.me), v, r, o, a, weighted, f"[{i}]")
         return outs, adds
 
     def _check_lists(self, **lists: Sequence[Any]) -> None:

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ...errors import ArgumentError, shown
 from ..dtensor.overlap import overlaps_itself, ranges_overlap
 from .config import DispatchConfig
 from .dispatch_record import Tokens
 from .routed import RoutedTokens
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes of topk_weights."""
 
 
 def check_dispatch(config: DispatchConfig, device: torch.device, tokens: Tokens, at: str = "") -> None:
@@ -38,9 +42,10 @@ def check_dispatch(config: DispatchConfig, device: torch.device, tokens: Tokens,
         raise ArgumentError(
             f"topk_ids{at}: {ids.dtype} of shape {tuple(ids.shape)}; allowed: int32 or int64 of shape {shape}"
         )
-    if weights.shape != shape or not weights.dtype.is_floating_point:
+    if weights.shape != shape or weights.dtype not in FLOATS:
         raise ArgumentError(
-            f"topk_weights{at}: {weights.dtype} of shape {tuple(weights.shape)}; allowed: floats of shape {shape}"
+            f"topk_weights{at}: {weights.dtype} of shape {tuple(weights.shape)}; allowed: "
+            f"{', '.join(map(str, FLOATS))} of shape {shape}"
         )
     if not x.device == ids.device == weights.device == device:
         for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
@@ -75,8 +80,7 @@ def packed_tokens(
         raise ArgumentError(f"x{at}: {len(payloads)} payloads; allowed: {len(config.packed.dtypes)}, as in payloads=")
     for i, (payload, dtype, shape) in enumerate(zip(payloads, config.packed.dtypes, config.packed.shapes, strict=True)):
         name = f"payloads[{i}]{at}"
-        if not isinstance(payload, torch.Tensor):
-            raise ArgumentError(f"{name}: {shown(payload)}; allowed: a tensor")
+        _check_tensors("", **{name: payload})
         tokens = len(payloads[0]) if i else "T"
         wrong = payload.dim() == 0 or (i > 0 and len(payload) != tokens)
         if wrong or payload.dtype is not dtype or tuple(payload.shape[1:]) != shape:
@@ -96,6 +100,7 @@ def check_combine(
     routed: RoutedTokens,
     out: torch.Tensor | None,
     add: torch.Tensor | None,
+    weighted: bool,
     at: str = "",
 ) -> None:
     """Check the arguments of combine on one rank.
@@ -107,7 +112,8 @@ def check_combine(
         ArgumentError: unsupported shape, dtype or device, or a `routed` of another dispatcher or rank.
     """
     if not isinstance(routed, RoutedTokens) or routed._source[0] != source[0]:
-        raise ArgumentError(f"routed{at}: allowed: a result of this dispatcher's dispatch")
+        given = f"of dispatcher {routed._source[0]}" if isinstance(routed, RoutedTokens) else shown(routed)
+        raise ArgumentError(f"routed{at}: {given}; allowed: a result of this dispatcher's dispatch")
     if routed._source[1] != source[1]:
         raise ArgumentError(f"routed{at}: of rank {routed._source[1]}; allowed: of rank {source[1]}")
     if routed._config.active_ranks != config.active_ranks:
@@ -115,6 +121,8 @@ def check_combine(
             f"routed{at}: of a dispatch with the active ranks {ranks_text(routed._config)}; allowed: of one since "
             f"set_active_ranks, with {ranks_text(config)}"
         )
+    if not isinstance(weighted, bool):
+        raise ArgumentError(f"weighted: {shown(weighted)}; allowed: True, False")
     _check_tensors(at, expert_output=values)
     _check_device(f"expert_output{at}", values, device)
     wanted = *routed.weights.shape, config.hidden
@@ -128,8 +136,9 @@ def check_combine(
     for name, tensor in (("out", out), ("add", add)):
         if tensor is None:
             continue
+        _check_tensors(at, **{name: tensor})
         _check_device(name + at, tensor, device)
-        adjacent = shape[1] <= 1 or tensor.stride(1) == 1
+        adjacent = shape[1] <= 1 or tensor.dim() != 2 or tensor.stride(1) == 1
         written_twice = name == "out" and overlaps_itself(tensor)
         if tensor.shape != shape or tensor.dtype is not config.dtype or not adjacent or written_twice:
             apart = ", rows that do not overlap" if name == "out" else ""
@@ -142,11 +151,30 @@ def check_combine(
         if add is not None and (out.data_ptr(), out.stride()) != (add.data_ptr(), add.stride()):
             read[f"add{at}"] = add  # `out` itself is allowed
         check_writable(f"out{at}", out, read)
-    if (
-        out is not None
-        and torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (values, routed.weights, routed.topk_weights, add, out))
-    ):
+    if torch.is_grad_enabled():
+        _check_gradients(routed, at, (values, routed.weights, routed.topk_weights, add), out, weighted)
+
+
+def _check_gradients(
+    routed: RoutedTokens,
+    at: str,
+    differentiated: tuple[torch.Tensor | None, ...],
+    out: torch.Tensor | None,
+    weighted: bool,
+) -> None:
+    if weighted and routed.topk_weights.requires_grad and not routed.weights.requires_grad:
+        raise ArgumentError(
+            f"routed{at}: of a dispatch without gradients, with topk_weights that require them; allowed: a dispatch "
+            "with gradients enabled, or topk_weights.detach()"
+        )
+    needing = any(x is not None and x.requires_grad for x in differentiated)
+    tokens, again = routed._tokens, routed._again
+    if needing and again is not None and tokens is not None and again.is_written(tokens):
+        raise ArgumentError(
+            f"routed{at}: its x was written after the dispatch; allowed with save='redispatch': x as it was, until "
+            "backward has dispatched it again"
+        )
+    if out is not None and (needing or out.requires_grad):
         raise ArgumentError(f"out{at}: gradients are recorded; allowed: None, or a tensor under torch.no_grad()")
 
 
@@ -171,7 +199,12 @@ def check_writable(name: str, out: torch.Tensor, others: Mapping[str, torch.Tens
 def _check_tensors(at: str, **given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
-            raise ArgumentError(f"{name}{at}: {value!r}; allowed: a tensor")
+            raise ArgumentError(f"{name}{at}: {shown(value)}; allowed: a tensor")
+        if isinstance(value, DTensor):
+            raise ArgumentError(f"{name}{at}: a DTensor; allowed: a local tensor, as {name}.to_local() returns")
+        if value.is_nested or value.layout is not torch.strided:
+            kind = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
+            raise ArgumentError(f"{name}{at}: {kind}; allowed: a dense tensor, of layout torch.strided")
 
 
 def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

@@ -9,11 +9,10 @@ import torch
 from ....errors import ArgumentError, shown
 from ....kernels import MOST_K, PAYLOADS
 from ...dtensor.overlap import overlaps_itself
-from ..validate import check_writable
+from ..validate import FLOATS, check_writable
 from .engine import LAYOUTS, RoutingHandle, SwitchEngine
 
 INTEGERS = (torch.int64, torch.int32)
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_layout(layout: object) -> None:

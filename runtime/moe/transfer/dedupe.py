@@ -187,7 +187,7 @@ def with_dedupe(
     found = figures()  # also if they are not needed, since peers that need them may wait for this rank's
     if config.dedupe is not None:
         return config, _text(config.dedupe, "requested")
-    experts = [b - a for a, b in zip(config.bounds, config.bounds[1:], strict=False)]
+    experts = config.experts_per_rank
     prices = price_dedupe(
         experts, config.max_tokens, config.top_k, config.dispatched_nbytes, config.combined_nbytes,
         config.hidden * config.dtype.itemsize, config.pooled_buffers if config.save != "copy" else 0, found.topology(),

@@ -23,8 +23,8 @@ from .sendrecv import SendRecvTransfer
 
 
 class FittingRows(TokenTransfer):
-    """Of the rows of a rank for another one those beyond `config.chunk_capacity` are dropped. Together with a transfer
-    that says how the others travel, which subclasses inherit after this class."""
+    """Mixin: a rank sends each other rank at most `config.chunk_capacity` rows and drops the rest. List it before the
+    transfer class."""
 
     fixed_size = True
 

@@ -41,7 +41,8 @@ class PushTransfer(TokenTransfer):
         """Buffers by address, where an address refers to the same memory for ever. They do not keep it in use."""
         self._matrices: dict[tuple[int, ...], Buffers] = {}
         """The matrices of counts by peers: ranks that were not active keep those that they opened before."""
-        self._own_matrices: list[torch.Tensor] = []
+        self._own_matrix: torch.Tensor | None = None
+        """One for all sets of active ranks: a rank writes its own row, once all have read the one before."""
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
@@ -59,10 +60,10 @@ class PushTransfer(TokenTransfer):
     def _open_matrices(self, operation: int) -> Steps[Buffers]:
         """Return the matrices of counts of all ranks. The first call with these peers allocates and offers its own."""
         if self.peers not in self._matrices:
-            with torch.inference_mode(False):  # written for as long as the dispatcher lives
-                matrix = self._empty((self.config.ranks, self.physical_experts.count + 1), torch.int32)
-            self._own_matrices.append(matrix)
-            (self._matrices[self.peers],) = yield from self._offer(operation + _OPENED, matrix)
+            if self._own_matrix is None:
+                with torch.inference_mode(False):  # written for as long as the dispatcher lives
+                    self._own_matrix = self._empty((self.config.ranks, self.physical_experts.count + 1), torch.int32)
+            (self._matrices[self.peers],) = yield from self._offer(operation + _OPENED, self._own_matrix)
         return self._matrices[self.peers]
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:

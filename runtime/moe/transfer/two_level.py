@@ -149,7 +149,7 @@ class TwoLevelTransfer(TokenTransfer):
     ) -> Steps[list[torch.Tensor]]:
         forwards, forwarded = _forwarded(record)
         buffers, *numbers = yield from self._opened(operation, given, record)
-        n, hidden, dtype = sum(_sizes(forwards)[0]), self.config.hidden, self.config.dtype
+        n, hidden, dtype = sum(_sizes_by_rank(forwards)[0]), self.config.hidden, self.config.dtype
         returned = self._empty((len(forwarded.key), hidden), dtype)
         their_weights = None if weights is None else forwards.weights[: len(returned)]
         combine_rows(forwarded, buffers, returned, their_weights, None, self.launch, quantized=quantized)
@@ -172,7 +172,7 @@ class TwoLevelTransfer(TokenTransfer):
     def _fetch_numbers(self, record: DispatchRecord, numbers: torch.Tensor) -> Steps[torch.Tensor]:
         forwards, forwarded = _forwarded(record)
         (buffers,) = yield from self._opened(PAIR_NUMBERS, (numbers,), record)
-        back = gather_values(forwarded, buffers), self._new_of_pairs(sum(_sizes(forwards)[0]))
+        back = gather_values(forwarded, buffers), self._new_of_pairs(sum(_sizes_by_rank(forwards)[0]))
         own = gather_values(record.rows, buffers, self._last_read)
         yield from self._give_back(PAIR_NUMBERS, forwards, [back])
         yield from self._end_reading(PAIR_NUMBERS, [own])
@@ -205,7 +205,7 @@ class TwoLevelTransfer(TokenTransfer):
         # Without the forwarded tokens, whose rows are not known yet.
         unknown = torch.empty((0, k), dtype=torch.int32, device=self.device)
         forwards = Forwards(sent.sends, receives, sent.token, unknown, unknown, unknown)
-        pairs = torch.empty((sum(_sizes(forwards)[1]), width), dtype=torch.int32, device=self.device)
+        pairs = torch.empty((sum(_sizes_by_rank(forwards)[1]), width), dtype=torch.int32, device=self.device)
         delivery = Delivery(DISPATCH, record, tokens.x, into, tokens.weights)
         received = yield from self._cross(delivery, forwards, [(sent.pairs, pairs)])
         weights = pairs[:, :k].contiguous().view(torch.float32)
@@ -356,7 +356,7 @@ class TwoLevelTransfer(TokenTransfer):
 
     def _sizes(self, forwards: Forwards) -> tuple[list[int], list[int]]:
         """Return the numbers of tokens to each forwarder, and from each source."""
-        sends, receives = _sizes(forwards)
+        sends, receives = _sizes_by_rank(forwards)
         return [sends[r] for r in self._forwarders], [receives[r] for r in self._sources]
 
     def _give_back(
@@ -387,7 +387,7 @@ class TwoLevelTransfer(TokenTransfer):
         )  # fmt: skip
 
 
-def _sizes(forwards: Forwards) -> tuple[list[int], list[int]]:
+def _sizes_by_rank(forwards: Forwards) -> tuple[list[int], list[int]]:
     """Return the numbers of tokens to each rank, and from each."""
     return forwards.sends.tolist(), forwards.receives.tolist()
 
@@ -396,7 +396,7 @@ def _forwarded(record: DispatchRecord) -> tuple[Forwards, TokenRows]:
     """Return the record's `forwards`, and the rows of the forwarded tokens."""
     forwards = record.forwards
     assert forwards is not None
-    n = sum(_sizes(forwards)[1])
+    n = sum(_sizes_by_rank(forwards)[1])
     return forwards, TokenRows(forwards.key[:n], forwards.row[:n], record.forwarded_pairs)
 
 

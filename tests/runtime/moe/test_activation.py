@@ -132,6 +132,17 @@ def test_silu_and_mul_between_grouped_gemms():
         assert_near(got.grad, want.grad, torch.bfloat16, "dparameters")
 
 
+@pytest.mark.parametrize("shape", [(), (4, 2)], ids=str)
+def test_silu_and_mul_where_the_first_payload_is_not_a_vector(shape):
+    d = virtual(payloads=[(torch.float32, shape), (torch.float32, H)])
+    tokens = [tokens_of(r, n, K, E, H, torch.float32, "uniform") for r, n in enumerate(COUNTS)]
+    xs = [[torch.zeros(len(t.x), *shape), t.x] for t in tokens]
+    r = d.dispatch(xs, [t.ids for t in tokens], [t.weights for t in tokens])[0]
+    gate, up = torch.randn(2, *r.weights.shape, F)
+    n = int(r.num_rows)
+    torch.testing.assert_close(silu_and_mul(gate, up, r)[:n], (torch.nn.functional.silu(gate) * up)[:n])
+
+
 def test_gradients_of_unused_rows_are_zero():
     """Whatever the gradient of the result holds there; also for gradients with strided rows."""
     d = virtual()
@@ -194,6 +205,8 @@ def test_operators_pass_opcheck():
         (lambda g, u, r: (g, u.half(), r), "up: torch.float16; allowed: torch.float32"),
         (lambda g, u, r: (g, u.to("meta"), r), "up: on meta; allowed: cpu"),
         (lambda g, u, r: (g[0, 0], u, r), r"gate: torch.float32 of shape \(\)"),
+        (lambda g, u, r: (None, u, r), "gate: None; allowed: a tensor"),
+        (lambda g, u, r: (g, None, r), "up: None; allowed: a tensor"),
     ],
 )
 def test_silu_and_mul_refuses_arguments(change, text):

@@ -101,6 +101,8 @@ def test_active_ranks_equal_oracle(ranks, kind):
         d.set_active_ranks(None)
         check_virtual(d, range(ranks), held, 3)
         d.check()
+        for t in d.transfers if kind == "push" else ():
+            assert len({matrices.tensors[t.me].data_ptr() for matrices in t._matrices.values()}) == 1
 
 
 @pytest.mark.parametrize("save", ["buffer", "copy", "redispatch"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardweave.errors import ArgumentError, TransportError, UnsupportedError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
@@ -81,11 +82,40 @@ def refused_and_went_on(rank: int, transport: str) -> None:
         fits(d, rank)
 
 
+def refused_combine(rank: int, transport: str) -> None:
+    """One rank dispatched without gradients."""
+    d = dispatcher(transport)
+    x, ids, weights = tokens(rank)
+    weights.requires_grad_()
+    with torch.set_grad_enabled(rank != 1):
+        routed = d.dispatch(x, ids, weights)
+    d.combine(routed.x, routed)
+
+
+def refused_combine_start(rank: int, transport: str) -> None:
+    """The start raises, not `finish`."""
+    d = dispatcher(transport)
+    x, ids, weights = tokens(rank)
+    weights.requires_grad_()
+    with torch.set_grad_enabled(rank != 1):
+        routed = d.dispatch(x, ids, weights)
+    pending = d.combine_start(routed.x, routed)
+    assert rank != 1
+    pending.finish()
+
+
 def refused_to_be_made(rank: int, transport: str) -> None:
     """One rank makes no dispatcher, since its settings are not allowed."""
     d = dispatcher(transport)
     fits(d, rank)
     dispatcher(transport, hidden=0 if rank == 1 else H).dispatch(*tokens(rank))
+
+
+def refused_mesh(rank: int, transport: str) -> None:
+    d = dispatcher(transport)
+    fits(d, rank)
+    mesh = init_device_mesh("cpu", (2, 2))
+    dispatcher(transport, group_or_mesh=mesh if rank == 1 else None).dispatch(*tokens(rank))
 
 
 def refused_to_be_made_by_all(rank: int, transport: str) -> str:
@@ -117,8 +147,13 @@ CASES: dict[Callable, Callable[[list[str]], bool]] = {
     refused_once: lambda outcomes: (
         outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
     ),
+    refused_combine: lambda outcomes: outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED,
+    refused_combine_start: lambda outcomes: outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED,
     refused_and_went_on: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
     refused_to_be_made: lambda outcomes: (
+        outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
+    ),
+    refused_mesh: lambda outcomes: (
         outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
     ),
     refused_to_be_made_by_all: lambda outcomes: outcomes == ["went on"] * RANKS,

@@ -495,13 +495,64 @@ def test_strided_arguments():
     torch.testing.assert_close(y, t.x * t.weights.bfloat16().float().sum(1, keepdim=True))
 
 
+@pytest.mark.parametrize("phases", [False, True], ids=["dispatch", "dispatch_start"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"save": "copy"},
+        {"layout": "batched"},
+        {"one_sided": False},
+        {"one_sided": False, "splits": "fixed"},
+        {"one_sided": False, "nodes": [0, 0, 1, 1], "two_level": True},
+        {"one_sided": False, "nodes": [0, 0, 1, 1], "two_level": True, "splits": "fixed"},
+    ],
+    ids=str,
+)
+def test_arguments_may_be_overwritten_after_dispatch(kind, phases):
+    """Forward and backward are of what was dispatched, whatever the dtypes of ids and weights."""
+    d = VirtualTokenDispatcher(4, num_experts=6, top_k=3, hidden=8, max_tokens=5, dtype=torch.float32, **kind)
+    matrices = matrices_of(6, 8, torch.float32)
+    for ids_dtype, weights_dtype in itertools.product((torch.int64, torch.int32), (torch.float32, torch.float64)):
+        tokens = [tokens_of(r, n, 3, 6, 8, torch.float32, "holes") for r, n in enumerate((5, 0, 3, 4))]
+        given = [[leaf(t.x), t.ids.to(ids_dtype, copy=True), leaf(t.weights.to(weights_dtype))] for t in tokens]
+        arguments = [list(each) for each in zip(*given, strict=True)]
+        routed = d.dispatch_start(*arguments).finish() if phases else d.dispatch(*arguments)
+        with torch.no_grad():
+            for x, ids, weights in given:
+                x.fill_(float("nan"))
+                ids.fill_(0)
+                weights.mul_(3)
+        outputs = [run_experts(r, [matrices[e] for e in held(d, rank)], True) for rank, r in enumerate(routed)]
+        ys = d.combine_start(outputs, routed).finish() if phases else d.combine(outputs, routed)
+        torch.autograd.backward(ys, [t.gradient for t in tokens])
+        for t, y, (x, _, weights) in zip(tokens, ys, given, strict=True):
+            want = dense(t, matrices)
+            assert weights.grad.dtype is weights_dtype
+            for name, got in (("y", y), ("x", x.grad), ("weights", weights.grad)):
+                assert_near(got, want[name], torch.float32, f"{name}, {ids_dtype}, {weights_dtype}")
+
+
+def test_x_of_redispatch_that_was_overwritten_is_refused() -> None:
+    sizes = {"num_experts": 2, "top_k": 1, "hidden": 4, "max_tokens": 2, "dtype": torch.float32}
+    d = VirtualTokenDispatcher(1, **sizes, save="redispatch")
+    x, ids = torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64)
+    (routed,) = d.dispatch([x], [ids], [torch.ones(2, 1)])
+    x.zero_()
+    assert d.combine([routed.x], [routed])[0].eq(1).all()
+    with pytest.raises(ArgumentError, match=r"routed\[0\]: its x was written after the dispatch; allowed with save="):
+        d.combine([routed.x.clone().requires_grad_()], [routed])
+
+
 def test_weights_that_need_gradients_of_a_dispatch_without_are_refused() -> None:
     d = VirtualTokenDispatcher(2, num_experts=2, top_k=1, hidden=4, max_tokens=2, dtype=torch.float32)
     ids = [torch.zeros(2, 1, dtype=torch.int64)] * 2
     x, weights = [torch.ones(2, 4)] * 2, [torch.ones(2, 1, requires_grad=True)] * 2
     with torch.no_grad():
         routed = d.dispatch(x, ids, weights)
-    with pytest.raises(ArgumentError, match="routed: of a dispatch without gradients, with topk_weights that require"):
+    with pytest.raises(
+        ArgumentError, match=r"routed\[0\]: of a dispatch without gradients, with topk_weights that require"
+    ):
         d.combine([r.x for r in routed], routed)
     with torch.no_grad():
         assert all(y.eq(1).all() for y in d.combine([r.x for r in routed], routed))

@@ -85,6 +85,29 @@ def test_results_are_in_the_stated_order_after_moves():
     run_ranks(same_bits_after_moves, 4)
 
 
+def moved_while_a_dispatch_is_in_flight(rank: int) -> None:
+    """Neither move has anything to send."""
+    first = [[0, 1, 2], [3, 4, 5]]
+    dispatcher = made(None, first)
+    t = tokens(1)[rank]
+    want = t.x * (t.weights * (t.ids >= 0)).sum(1, keepdim=True)
+    store = dist.distributed_c10d._get_default_store()
+    for step, expert_map in enumerate((first[::-1], first)):
+        if rank:  # so that the dispatch of rank 0 is in flight
+            store.wait([f"started {step}"])
+        pending = dispatcher.dispatch_start(t.x, t.ids, t.weights)
+        if not rank:
+            store.set(f"started {step}", "")
+        move_experts(dispatcher, expert_map)
+        routed = pending.finish()
+        assert_near(dispatcher.combine(routed.x, routed), want, torch.float32, f"y at step {step}")
+
+
+@pytest.mark.multi
+def test_move_waits_for_calls_in_flight():
+    run_ranks(moved_while_a_dispatch_is_in_flight, 2)
+
+
 def moved_within_one_or_two_ranks(rank: int) -> None:
     size = dist.get_world_size()
     first = [list(range(r, EXPERTS, size)) for r in range(size)]

@@ -44,9 +44,12 @@ def phased_rounds(rank: int, transport: str | None, **more: Any) -> list[bytes]:
     experts = [leaf(matrices_of(E, H, torch.bfloat16)[low:high]) for _ in tokens]
     started = [d.dispatch_start(x, t.ids, w) for x, t, w in zip(xs, tokens, weights, strict=True)]
     combines = []
-    for pending, own in zip(started, experts, strict=True):
+    for pending, x, t, w, own in zip(started, xs, tokens, weights, experts, strict=True):
         routed = pending.finish()
         assert pending.finish() is routed
+        with torch.no_grad():  # later arguments in the same memory
+            for argument in (t.ids, w) if d.config.save == "redispatch" else (x, t.ids, w):
+                argument.zero_()
         with routed.kept():
             output = run_experts(routed, list(own), True)
         combines.append(d.combine_start(output, routed))
@@ -282,6 +285,10 @@ def refused(rank: int, transport: str) -> None:
         with pytest.raises(ArgumentError, match="x: "):
             d.dispatch_start(torch.zeros(9, 8), *of_value(0.0)[1:])
         assert returned(d, d.dispatch_start(*of_value(1.0 + rank)).finish()) == 1.0 + rank
+    x, ids, weights = of_value(1.0 + rank)
+    distributed = distribute_tensor(x, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()])
+    with pytest.raises(ArgumentError, match=r"x: a DTensor; allowed: a local tensor, as x.to_local\(\) returns"):
+        d.dispatch(distributed, ids, weights)
     with pytest.raises(ArgumentError, match="routed: "):
         d.combine_start(torch.zeros(1), None)  # type: ignore[arg-type]
     assert returned(d, d.dispatch(*of_value(1.0 + rank))) == 1.0 + rank

@@ -62,6 +62,10 @@ def one(**given) -> DispatchConfig:
         ({"expert_map": [[0, 1.7], [2, 3]]}, r"expert_map\[0\]: 1.7; allowed: a whole number"),
         ({"top_k": torch.tensor(2)}, "top_k: tensor"),
         ({"capacity": True}, "capacity: True"),
+        (
+            {"capacity": "a"},
+            r"capacity: 'a'; allowed: a whole number, 0 to 2147483647, or a factor of max_tokens \* top_k ",
+        ),
         ({"chunk_capacity": -1}, "chunk_capacity: -1"),
         (
             {"chunk_capacity": float("nan")},
@@ -97,10 +101,19 @@ def test_config_rows_and_fingerprints():
         (lambda x, i, w: (x.repeat(2, 1), i.repeat(2, 1), w.repeat(2, 1)), "T up to max_tokens, 4"),
         (lambda x, i, w: (x, i.float(), w), r"topk_ids\[1\]: torch.float32"),
         (lambda x, i, w: (x, i[:, :1], w), r"topk_ids\[1\]: .*shape \(4, 1\)"),
+        (lambda x, i, w: (x.to_sparse(), i, w), r"x\[1\]: of layout torch.sparse_coo; allowed: a dense tensor"),
+        (lambda x, i, w: (torch.nested.nested_tensor([x]), i, w), r"x\[1\]: a nested tensor; allowed: a dense tensor"),
+        (lambda x, i, w: (x, i.to_sparse(), w), r"topk_ids\[1\]: of layout torch.sparse_coo"),
+        (
+            lambda x, i, w: (x, i, w.byte().view(torch.float4_e2m1fn_x2)),
+            r"topk_weights\[1\]: torch.float4_e2m1fn_x2 .*allowed: torch.float32, torch.bfloat16, torch.float16, ",
+        ),
+        (lambda x, i, w: (x, i, w.to(torch.float8_e4m3fn)), r"topk_weights\[1\]: torch.float8_e4m3fn"),
         (lambda x, i, w: (x, i, w.long()), r"topk_weights\[1\]: torch.int64"),
         (lambda x, i, w: (x, i.to("meta"), w), r"topk_ids\[1\]: on meta; allowed: cpu"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_dispatch_and_combine_refuse_tensors(change, text):
     d = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
     good = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
@@ -109,10 +122,17 @@ def test_dispatch_and_combine_refuse_tensors(change, text):
     routed = d.dispatch(*zip(good, good, strict=True))
     with pytest.raises(ArgumentError, match=r"expert_output\[0\]: .*that of routed.x"):
         d.combine([r.x[:-1] for r in routed], routed)
-    with pytest.raises(ArgumentError, match=r"routed\[0\]"):
+    with pytest.raises(ArgumentError, match=r"routed\[0\]: None; allowed: a result of this dispatcher's dispatch"):
         d.combine([r.x for r in routed], [None, None])
+    for call in (d.combine, d.combine_start):
+        with pytest.raises(ArgumentError, match="weighted: None; allowed: True, False"):
+            call([r.x for r in routed], routed, weighted=None)
     with pytest.raises(ArgumentError, match=r"add\[0\]: torch.float32 of shape \(4, 7\)"):
         d.combine([r.x for r in routed], routed, add=[torch.zeros(4, 7), None])
+    for name in ("add", "out"):
+        for wrong, text in ((5, "5; allowed: a tensor"), (torch.zeros(4, 8).to_sparse(), "of layout torch.sparse_coo")):
+            with pytest.raises(ArgumentError, match=rf"{name}\[0\]: {text}"):
+                d.combine([r.x for r in routed], routed, **{name: [wrong, wrong]})
     shared = torch.zeros(5, 8)
     with torch.inference_mode():
         inference = torch.zeros(4, 8)
@@ -134,7 +154,9 @@ def test_dispatch_and_combine_refuse_tensors(change, text):
             d.combine(**{"expert_outputs": [r.x for r in routed], "routed": routed, **change})
     other = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
     assert other.config == d.config
-    with pytest.raises(ArgumentError, match=r"routed\[0\]: allowed: a result of this dispatcher's dispatch"):
+    with pytest.raises(
+        ArgumentError, match=r"routed\[0\]: of dispatcher \d+; allowed: a result of this dispatcher's dispatch"
+    ):
         other.combine([r.x for r in routed], routed)
     needing = [r.x.clone().requires_grad_() for r in routed]
     with pytest.raises(ArgumentError, match=r"out\[0\]: gradients are recorded"):
@@ -149,6 +171,12 @@ def test_virtual_dispatcher_refuses_lists():
     routed = d.dispatch([t.x] * 2, [t.ids] * 2, [t.weights] * 2)
     with pytest.raises(ArgumentError, match="out: 1 of 2 given"):
         d.combine([r.x for r in routed], routed, out=[torch.zeros(4, 8), None])
+
+
+@pytest.mark.plan
+def test_config_accepts_iterators_as_expert_map():
+    config = one(expert_map=(iter(of_rank) for of_rank in ([0, 1], [3, 2])))
+    assert config == one(expert_map=[[0, 1], [3, 2]]) and config.expert_map == ((0, 1), (3, 2))
 
 
 @pytest.mark.plan
