@@ -87,7 +87,7 @@ def layer_under_the_guard(rank: int) -> None:
     x, weights = leaf(t.x), leaf(t.weights)
     before = stats().host_reads.total()
     with pytest.MonkeyPatch.context() as patch, SyncGuard() as guard, test_no_sync.control_words_of(guard):
-        patch.setattr(two_level, "_sizes", on_the_host(two_level._sizes))
+        patch.setattr(two_level, "_sizes_by_rank", on_the_host(two_level._sizes_by_rank))
         routed = d.dispatch(x, t.ids, weights)
         y = d.combine(routed.x * 2, routed, add=x)
         y.backward(t.gradient)
