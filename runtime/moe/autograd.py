@@ -144,7 +144,8 @@ def _differentiable(
     row_weights = [record.weights for record in records]
     weighted = weights[0] is not None
     required = zip(weights, row_weights, strict=True)
-    if any(w is not None and w.requires_grad and not of_rows.requires_grad for w, of_rows in required):
+    recorded = torch.is_grad_enabled()
+    if recorded and any(w is not None and w.requires_grad and not r.requires_grad for w, r in required):
         raise ArgumentError(
             "routed: of a dispatch without gradients, with topk_weights that require them; allowed: a dispatch with "
             "gradients enabled, or topk_weights.detach()"
