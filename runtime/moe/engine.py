@@ -25,7 +25,25 @@ Received = tuple[torch.Tensor, DispatchRecord]
 
 _engines: weakref.WeakValueDictionary[int, TokenEngine] = weakref.WeakValueDictionary()
 _handles = itertools.count()
-_states: weakref.WeakKeyDictionary[Transport, torch.Tensor] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[Transport, OperatorState] = weakref.WeakKeyDictionary()
+
+
+class OperatorState:
+    """What the operators of a transport's dispatchers declare as mutated, so that compilers keep them and their order.
+
+    Attributes:
+        tensor: int64 [1], never written. Each run of an operator replaces it, so that each run of a compiled graph has
+            its own, with its own version: autograd saves the input for backward, which raises if the version is
+            another one then. Other graphs of the transport may run in between.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.tensor = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def renew(self) -> None:
+        """Replace the tensor by one on the same memory with a version of its own."""
+        self.tensor = self.tensor.data
 
 
 class TokenEngine:
@@ -35,7 +53,7 @@ class TokenEngine:
 
     Attributes:
         handle: the number by which operators find this object.
-        state: a tensor that operators declare as mutated, common to all dispatchers of a transport.
+        state: what operators declare as mutated, common to all dispatchers of a transport.
         started: the dispatches and combines that have started and may not be finished.
     """
 
@@ -272,11 +290,10 @@ def device_of(device: torch.device | str) -> torch.device:
     return torch.empty(0, device=device).device
 
 
-def _state_of(transport: Transport, device: torch.device) -> torch.Tensor:
-    """Return int64 [1], common to all dispatchers of a transport, which orders their operators. Never written."""
+def _state_of(transport: Transport, device: torch.device) -> OperatorState:
+    """Return the state that all dispatchers of a transport have in common."""
     if transport not in _states:
-        with torch.inference_mode(False):
-            _states[transport] = torch.zeros(1, dtype=torch.int64, device=device)
+        _states[transport] = OperatorState(device)
     return _states[transport]
 
 

@@ -27,7 +27,7 @@ def dispatch(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[Received]:
         record = empty_record(engine.config, transfer.me, item.x.shape[0], weights, *kind)
         received.append((rows, record))
     outs = [tensor for rows, record in received for tensor in (rows, *record.tensors())]
-    _dispatch_op(engine.state, outs, engine.handle, *map(list, zip(*tokens, strict=True)))
+    _dispatch_op(engine.state.tensor, outs, engine.handle, *map(list, zip(*tokens, strict=True)))
     return received
 
 
@@ -41,7 +41,7 @@ def combine(
 ) -> None:
     """`engine._run_combine` as an operator."""
     _combine_op(
-        engine.state, list(outs), engine.handle, _flattened(records), list(values), list(weights), list(adds)
+        engine.state.tensor, list(outs), engine.handle, _flattened(records), list(values), list(weights), list(adds)
     )  # fmt: skip
 
 
@@ -55,8 +55,13 @@ def dispatch_backward(
     """`engine._run_dispatch_backward` as an operator."""
     of_weights = _new_weight_gradients(records)
     _dispatch_backward_op(
-        engine.state, [*outs, *of_weights], engine.handle, _flattened(records), list(gradients), list(weight_gradients)
-    )  # fmt: skip
+        engine.state.tensor,
+        [*outs, *of_weights],
+        engine.handle,
+        _flattened(records),
+        list(gradients),
+        list(weight_gradients),
+    )
     return of_weights
 
 
@@ -70,7 +75,7 @@ def combine_backward(
     outs = [g.new_empty(engine.config.rows, engine.config.hidden) for g in gradients]
     of_weights = [torch.empty_like(r.weights) for r in records] if values else []
     _combine_backward_op(
-        engine.state, [*outs, *of_weights], engine.handle, _flattened(records), list(gradients), list(values)
+        engine.state.tensor, [*outs, *of_weights], engine.handle, _flattened(records), list(gradients), list(values)
     )  # fmt: skip
     return outs, of_weights
 
@@ -98,7 +103,9 @@ def _operator(name: str, arguments: str, body: Callable[..., None]) -> Any:
     """Return `body(engine, outs, *arguments)` as an operator (state, outs, handle, *arguments)."""
 
     def run(state: torch.Tensor, outs: Tensors, handle: int, *given: Any) -> None:
-        body(engine_of(handle), outs, *given)
+        engine = engine_of(handle)
+        engine.state.renew()
+        body(engine, outs, *given)
 
     operator = torch.library.custom_op(
         f"shardweave::{name}",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from moe_reference import tokens_of
 from rank_processes import run_ranks
+from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import ArgumentError, CapacityError
 from shardweave.runtime.moe import ops
@@ -144,6 +145,90 @@ def test_compile_keeps_unused_and_equal_calls(backend, monkeypatch):
     assert same(*collected)
 
 
+def doubled(d, xs, weights, ids, weighted: bool = True, graph_break: bool = False):
+    """One layer, whose experts double their rows."""
+    routed = d.dispatch(xs, ids, weights)
+    if graph_break:
+        torch._dynamo.graph_break()
+    return d.combine([r.x * 2 for r in routed], routed, weighted=weighted)
+
+
+def two_layers(d, wrap):
+    first, second = wrap(lambda *given: doubled(d, *given)), wrap(lambda *given: doubled(d, *given, weighted=False))
+    xs, weights, ids, gradients = leaves(4)
+    ys = second(first(xs, weights, ids), weights, ids)
+    torch.autograd.backward(ys, gradients)
+    return [*ys, *[x.grad for x in (*xs, *weights)]]
+
+
+def two_microbatches(d, wrap):
+    layer = wrap(lambda *given: doubled(d, *given))
+    batches = [leaves(count) for count in (4, 5)]
+    ys = [layer(xs, weights, ids) for xs, weights, ids, _ in batches]
+    for y, (*_, gradients) in zip(ys, batches, strict=True):
+        torch.autograd.backward(y, gradients)
+    return [*ys[0], *ys[1], *[x.grad for xs, weights, *_ in batches for x in (*xs, *weights)]]
+
+
+def evaluation_between(d, wrap):
+    layer = wrap(lambda *given: doubled(d, *given))
+    xs, weights, ids, gradients = leaves(4)
+    ys = layer(xs, weights, ids)
+    with torch.no_grad():
+        evaluated = layer(xs, weights, ids)
+    torch.autograd.backward(ys, gradients)
+    return [*ys, *evaluated, *[x.grad for x in (*xs, *weights)]]
+
+
+def checkpointed_layers(d, wrap):
+    """Checkpoints inside of compiled blocks, whose backward dispatches again."""
+    kept = {"use_reentrant": False}
+    layer = wrap(lambda *given: checkpoint(lambda *g: doubled(d, *g), *given, **kept))
+    xs, weights, ids, gradients = leaves(4)
+    ys = layer(layer(xs, weights, ids), weights, ids)
+    torch.autograd.backward(ys, gradients)
+    return [*ys, *[x.grad for x in (*xs, *weights)]]
+
+
+def unused_gradients(d, wrap):
+    """Two layers, of which no result of `combine_backward` is used."""
+    layer = wrap(lambda xs, weights, ids: doubled(d, [x.round() for x in xs], weights, ids, weighted=False))
+    xs, weights, ids, gradients = leaves(4)
+    weights = [w.detach() for w in weights]
+    ys = layer(layer(xs, weights, ids), weights, ids)
+    torch.autograd.backward(ys, gradients)
+    return [*ys, *[x.grad for x in xs]]
+
+
+@pytest.mark.parametrize(
+    "program", [two_layers, two_microbatches, evaluation_between, checkpointed_layers, unused_gradients]
+)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[needs_a_compiler, pytest.mark.long])])
+def test_compiled_graphs_run_between_forward_and_backward(program, backend, monkeypatch):
+    """Calls of any compiled function on the same transport, in the order of the eager program."""
+    d = virtual()
+    runs, collected, numbers = Runs(d, monkeypatch), [], []
+    for wrap in (lambda function: function, lambda function: compiled(function, backend)):
+        runs.number = 0
+        collected.append(program(d, wrap))
+        numbers.append(runs.number)
+    assert same(*collected)
+    # A compiled checkpoint dispatches again in backward, but needs no second combine.
+    assert numbers[0] == numbers[1] or (program is checkpointed_layers and numbers[1] >= 10)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo fails at graph breaks while it holds RoutedTokens")
+def test_compile_with_graph_break_between_dispatch_and_combine():
+    d, collected = virtual(), []
+    broken = torch.compile(doubled, backend="aot_eager")
+    for function in (doubled, broken):
+        xs, weights, ids, gradients = leaves(4)
+        ys = function(d, xs, weights, ids, graph_break=function is broken)
+        torch.autograd.backward(ys, gradients)
+        collected.append([*ys, *[x.grad for x in (*xs, *weights)]])
+    assert same(*collected)
+
+
 def test_compiled_overflow_is_raised_and_results_are_fresh(monkeypatch):
     d = virtual()
     dispatched = []
@@ -190,7 +275,7 @@ def arguments_of_operators(**given_settings):
         (ops._dispatch_backward_op, [*xs, *weights], (records, values, row_weights)),
         (ops._combine_backward_op, [*values, *row_weights], (records, gradients, values)),
     ):
-        yield d, operator, (d.state, [torch.zeros_like(x) for x in outs], d.handle, *given)
+        yield d, operator, (d.state.tensor, [torch.zeros_like(x) for x in outs], d.handle, *given)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +317,7 @@ def test_operator_of_destroyed_dispatcher_raises():
     xs, weights, ids, _ = leaves(2)
     ys = [r.x for r in d.dispatch(xs, ids, weights)]
     torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])  # eager code holds the dispatcher
-    state, handle = d.state, d.handle
+    state, handle = d.state.tensor, d.handle
     del d, ys
     gc.collect()
     with pytest.raises(ArgumentError, match=f"token dispatcher {handle}: destroyed"):
@@ -264,6 +349,29 @@ def as_one_rank(rank: int, backend: str | None, compiling: int, layers: int) -> 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_a_compiler)])
 def test_processes_compiled(backend, compiling, layers):
     assert run_ranks(as_one_rank, 2, backend, compiling, layers) == run_ranks(as_one_rank, 2, None, 0, layers)
+
+
+def blocks_of_one_rank(rank: int, backend: str | None) -> list:
+    """Two blocks, each compiled, and two microbatches, whose backward follows both; returns results and gradients."""
+    d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, align=4)
+
+    def block(x, weights, ids):
+        routed = d.dispatch(x, ids, weights)
+        return d.combine(routed.x * 2, routed, add=x)
+
+    blocks = [compiled(lambda *given: block(*given), backend) if backend else block for _ in range(2)]
+    batches = [tokens_of(rank, count + rank, K, E, H, torch.float32, "holes") for count in (5, 3)]
+    xs = [t.x.clone().requires_grad_() for t in batches]
+    ys = [blocks[1](blocks[0](x, t.weights, t.ids), t.weights, t.ids) for x, t in zip(xs, batches, strict=True)]
+    for y, t in zip(ys, batches, strict=True):
+        y.backward(t.gradient)
+    d.check()
+    return [x.tolist() for x in (*ys, *[x.grad for x in xs])]
+
+
+@pytest.mark.multi
+def test_processes_compile_each_block():
+    assert run_ranks(blocks_of_one_rank, 2, "aot_eager") == run_ranks(blocks_of_one_rank, 2, None)
 
 
 @pytest.mark.gpu
