@@ -39,7 +39,8 @@ class Overflow:
             noted.copy_(overflow, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        elif runs_on(overflow.device) or any(overflow.tolist()):  # CPU paths need not be waited for
+        elif overflow.device.type != "cpu" or runs_on(overflow.device) or any(overflow.tolist()):
+            # On CPU paths the numbers are there: zeros need not be noted.
             noted = overflow.clone()  # the caller of an operator owns its outputs
         with self._lock:
             if noted is not None:

@@ -123,12 +123,11 @@ class Recording:
         counts: list[tuple[_Key | Entry, int]] = [*self._calls.items(), *self._entries.items()]
         for key, calls in counts:
             try:
-                for entry in [key] if isinstance(key, Entry) else _entries(key, self._meshes):
-                    bytes_received = _bytes_received(entry, self._rank)
-                    # Different specs may have the same entry, since a trace does not contain strides.
-                    before = redistributions[entry].calls if entry in redistributions else 0
-                    counted = max(before, calls) if entry.traced else before + calls
-                    redistributions[entry] = Cost(counted, bytes_received)
+                entry = key if isinstance(key, Entry) else _entry(key, self._meshes)
+                bytes_received = _bytes_received(entry, self._rank)
+                # Different specs may have the same entry, since a trace does not contain strides.
+                before = redistributions[entry].calls if entry in redistributions else 0
+                redistributions[entry] = Cost(max(before, calls) if entry.traced else before + calls, bytes_received)
             except ShardweaveError as error:
                 left_out[str(error)] += calls
         alive = (_process_start(), round(time.time(), 2)) if self._ranks_communicate else (0.0, 0.0)
@@ -136,22 +135,21 @@ class Recording:
         return Trace(torch.__version__, self._size, (self._rank,), redistributions, dict(left_out), alive, None, names)
 
 
-def _entries(key: _Key, meshes: Mapping[DeviceMesh, Mesh]) -> list[Entry]:
-    """The entries of a recorded call: one, but for norms along several mesh dims.
+def _entry(key: _Key, meshes: Mapping[DeviceMesh, Mesh]) -> Entry:
+    """The entry of a recorded call, with plain sums in place of transformed partials.
 
     Raises:
         ShardweaveError: a redistribution that shardweave does not support.
     """
-    entries = []
-    for current, target, *_ in plain_requests(key.current, key.target):
-        if current.tensor_meta is None:
-            raise ArgumentError("a spec without tensor_meta")
-        mesh, other = meshes[current.mesh], meshes[target.mesh]
-        source, destination = layout_of_spec(current, mesh), layout_of_spec(target, other)
-        shape, dtype = tuple(current.tensor_meta.shape), dtype_name(key.dtype)
-        target_mesh = None if mesh == other else other
-        entries.append(Entry(mesh, target_mesh, shape, dtype, str(source), str(destination), key.where, key.traced))
-    return entries
+    requests = plain_requests(key.current, key.target)
+    current, target = requests[0].current, requests[-1].target
+    if current.tensor_meta is None:
+        raise ArgumentError("a spec without tensor_meta")
+    mesh, other = meshes[current.mesh], meshes[target.mesh]
+    source, destination = layout_of_spec(current, mesh), layout_of_spec(target, other)
+    shape, dtype = tuple(current.tensor_meta.shape), dtype_name(key.dtype)
+    target_mesh = None if mesh == other else other
+    return Entry(mesh, target_mesh, shape, dtype, str(source), str(destination), key.where, key.traced)
 
 
 def _bytes_received(entry: Entry, rank: int) -> int:
