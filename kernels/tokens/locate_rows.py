@@ -162,7 +162,7 @@ def _by_token(
 
     Args:
         expert: [T, K].
-        row: as many.
+        row: as many; -1 for a pair without one.
     """
     tokens, k = expert.shape
     key = physical_experts.destination_array.take(expert) * k + np.arange(k, dtype=np.int32)
@@ -180,8 +180,10 @@ def _token_rows(
     by_row: LocatedPairs,
     physical_experts: PhysicalExperts,
 ) -> TokenRows:
-    """
+    """The result of locating rows on the CPU, from all pairs sorted `by_token`.
+
     Args:
+        key: `TokenRows.key`.
         located: the pairs of `by_token` that have a row.
         by_row: the same by destination and row.
     """

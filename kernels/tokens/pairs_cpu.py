@@ -44,12 +44,12 @@ class PairSums(NamedTuple):
 
 
 class LocatedPairs(NamedTuple):
-    """Pairs that have a row, in some order."""
+    """Pairs in some order, and where their rows are."""
 
     pair: Ints
     """[N]: token * K + k."""
     row: Ints
-    """[N]: the row in the destination's buffer."""
+    """[N]: the row in the destination's buffer; -1 if there is none."""
     destination: npt.NDArray[np.int32]
     """[N]."""
 
@@ -67,7 +67,7 @@ class Pairs:
 
     Args:
         tokens, k, destinations: T, K, W.
-        by_token: all pairs by token, destination and k.
+        by_token: the pairs that have a row, by token, destination and k.
         by_row: the same by destination and row.
 
     Attributes:

@@ -28,7 +28,7 @@ from ..executor.dispatch_modes import as_one_operator, below_modes, torchs_colle
 from ..executor.local_slice import BoundSlice
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.select import AnyTransport
-from .partials import PlainRequest, plain_requests
+from .partials import PlainRequest, has_transforms, plain_requests
 from .redistribute_options import RedistributeOptions
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -81,9 +81,8 @@ def _run_in_modes(
     plain redistribution as one operator."""
     if count_dispatch_modes():
         refuse_fake_mode()
-    requests = _supported_requests(current, target)
-    if requests != [PlainRequest(current, target)]:
-        return _run_in_turn(requests, options, x, async_op)
+    if has_transforms(current, target):
+        return _run_in_turn(_supported_requests(current, target), options, x, async_op)
     if torch.is_inference_mode_enabled():
         # Cached views and buffers outlive the mode, and inference tensors could never be used outside of it.
         with torch.inference_mode(False):
@@ -154,9 +153,8 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: R
     started, or when it looked for the topology."""
     cached = _planners.get(_planner_key(x, current, target, options))
     if cached is None:
-        requests = _supported_requests(current, target)
-        if requests != [PlainRequest(current, target)]:
-            return partial(_run_in_turn, requests, options)
+        if has_transforms(current, target):
+            return partial(_run_in_turn, _supported_requests(current, target), options)
         cached = _plan(x, current, target, options)
     planner, shape = cached.planner, _global_shape(current)
     if planner.local_slice is not None:
@@ -305,13 +303,14 @@ def bind_redistribution(
         with torch.inference_mode(False):
             return bind_redistribution(x, current, target, options)
     refuse_fake_mode()
-    for request in plain_requests(current, target):
+    for i, request in enumerate(plain_requests(current, target)):
+        if i:  # between norms along several mesh dims, which keep their shape
+            x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         like = x if request.before is None else torch.empty_like(x)
         with on_device(x.device):
             call = _lookup(like, request.current, request.target, options)
             assert isinstance(call, Call)
             call.build(like)
-        x = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # of norms, which keep their shape in between
 
 
 def is_in(mesh: DeviceMesh) -> bool:

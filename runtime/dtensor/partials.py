@@ -37,6 +37,11 @@ class PlainRequest(NamedTuple):
     after: Transform | None = None
 
 
+def has_transforms(current: DTensorSpec, target: DTensorSpec) -> bool:
+    """Whether a request has transformed partials."""
+    return any(map(_is_transformed, (*current.placements, *target.placements)))
+
+
 def plain_requests(current: DTensorSpec, target: DTensorSpec) -> list[PlainRequest]:
     """The requests with plain placements that, one after the other, carry out a request: itself, if it has no
     transformed partials.
@@ -47,7 +52,7 @@ def plain_requests(current: DTensorSpec, target: DTensorSpec) -> list[PlainReque
     Raises:
         UnsupportedError: partials that cannot be transformed and reduced together.
     """
-    if not any(map(_is_transformed, (*current.placements, *target.placements))):
+    if not has_transforms(current, target):
         return [PlainRequest(current, target)]
     _transformed(current, target)  # raises for all of them before the first is carried out
     specs = [current, *_norm_intermediates(current, target), target]

@@ -342,7 +342,12 @@ def watched(rank: int) -> dict[str, int]:
 
         assert torch.compile(model, fullgraph=True, backend="aot_eager")(source).full_tensor().equal(2 * x)
         direct = torch.compile(lambda v: shardweave.redistribute(v, (R,)) * 2, fullgraph=True, backend="aot_eager")
-        assert direct(source).full_tensor().equal(2 * x)
+        assert direct(source).full_tensor().equal(2 * x) and not stats.ignored
+        given = torch.compile(
+            lambda v: shardweave.redistribute(v, (R,), transport="process_group", reduction="fast") * 2,
+            fullgraph=True, backend="aot_eager",
+        )  # fmt: skip
+        assert given(source).full_tensor().equal(2 * x) and set(stats.ignored) == {"transport", "reduction"}
         before = stats.calls.total()
         with profile() as profiled:
             source.redistribute(placements=(R,))

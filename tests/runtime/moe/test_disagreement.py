@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardweave.errors import ArgumentError, TransportError, UnsupportedError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.routed import RoutedTokens
 
 RANKS, E, K, H = 4, 6, 2, 8
 TRANSPORTS = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
@@ -82,23 +83,23 @@ def refused_and_went_on(rank: int, transport: str) -> None:
         fits(d, rank)
 
 
-def refused_combine(rank: int, transport: str) -> None:
-    """One rank dispatched without gradients."""
-    d = dispatcher(transport)
+def one_without_gradients(rank: int, d: TokenDispatcher) -> RoutedTokens:
+    """Dispatch weights that require gradients, on one rank without recording them."""
     x, ids, weights = tokens(rank)
-    weights.requires_grad_()
     with torch.set_grad_enabled(rank != 1):
-        routed = d.dispatch(x, ids, weights)
+        return d.dispatch(x, ids, weights.requires_grad_())
+
+
+def refused_combine(rank: int, transport: str) -> None:
+    d = dispatcher(transport)
+    routed = one_without_gradients(rank, d)
     d.combine(routed.x, routed)
 
 
 def refused_combine_start(rank: int, transport: str) -> None:
     """The start raises, not `finish`."""
     d = dispatcher(transport)
-    x, ids, weights = tokens(rank)
-    weights.requires_grad_()
-    with torch.set_grad_enabled(rank != 1):
-        routed = d.dispatch(x, ids, weights)
+    routed = one_without_gradients(rank, d)
     pending = d.combine_start(routed.x, routed)
     assert rank != 1
     pending.finish()
