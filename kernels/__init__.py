@@ -7,8 +7,9 @@ from .boxes import SourceRows, StridedBoxes, TargetRows, Where, source_views, ta
 from .channel import SLOT, UNLIMITED, Channel, Code, Failure, pack
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
+from .current_device import capturing, on_device
 from .direct_boxes import DirectTable, DirectUse
-from .launch import interpreted, on_device, processors_of, recorded_launches, runs_on, uploaded
+from .launch import interpreted, processors_of, recorded_launches, runs_on, uploaded
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
 from .reduce_cpu import reduce_views
 from .signal import build_signal, signal, wait_limit
@@ -110,6 +111,7 @@ __all__ = [
     "locate_sorted_pairs",
     "offer_rows",
     "offer_tokens",
+    "capturing",
     "on_device",
     "pack",
     "processors_of",

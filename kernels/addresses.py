@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
+from .current_device import capturing
 
 # Cached lists of addresses: enough for buffers that rotate.
 KEPT_TABLES = 16
@@ -65,7 +66,7 @@ class AddressTables:
     def find(self, addresses: tuple[int, ...]) -> torch.Tensor | None:
         """Return the table if it is cached."""
         table = self._tables.get(addresses)
-        if table is not None and self._on_gpu and torch.cuda.is_current_stream_capturing():
+        if table is not None and capturing(self._device):
             self._captured.append(table)
         return table
 
@@ -81,7 +82,7 @@ class AddressTables:
             at = i if self._positions is None else self._positions[i]
             host[at] = struct.unpack("q", struct.pack("Q", address))[0]
         table = host.to(self._device, non_blocking=True) if self._on_gpu else host
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+        if capturing(self._device):
             # A replay copies from `host` again into the graph's own pool, so the table serves that graph only.
             self._captured += [host, table]
             return table

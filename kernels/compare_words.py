@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from .channel import DISAGREES, Failure
-from .launch import on_device, prepared, runs_on
+from .current_device import on_device
+from .launch import prepared, runs_on
 from .store_word import PTX, store_word
 
 _KIND = tl.constexpr(DISAGREES << 60)

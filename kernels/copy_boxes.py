@@ -12,8 +12,9 @@ import triton.language as tl
 from ..errors import ArgumentError
 from .addresses import MOST_BUFFERS, SOURCE_ARGUMENTS, TARGET_ARGUMENTS, BaseAddresses, source_address, target_address
 from .boxes import StridedBoxes, source_views, split_elements, target_views
+from .current_device import on_device
 from .dtypes import WORDS, pattern, pattern_word
-from .launch import PreparedLaunch, on_device, processors_of, runs_on, tile_constants
+from .launch import PreparedLaunch, processors_of, runs_on, tile_constants
 from .tiling import PROCESSORS, Launch, LaunchConfig, tile_launches
 
 

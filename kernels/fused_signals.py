@@ -149,10 +149,11 @@ def wait_for_peers(
         of_lane = tl.where(kind != 0, codes + kind, tl.where(absent & in_time, _PENDING, 0))
         of_lane = tl.where(before != 0, _EARLIER, of_lane)
         # The maximum is the same for all threads, so that they leave the loop together: at the first failure, or when
-        # all peers are here. It also makes the threads wait for each other: what one has acquired, all may read.
+        # all peers are here.
         code = tl.max(of_lane, 0)
         if code == _PENDING:
             give_way()
+    tl.debug_barrier()  # what one thread has acquired, all may read; the maximum alone orders nothing within a warp
     if (code != 0) & (code != _EARLIER):
         if tl.atomic_cas(error, tl.full((), 0, tl.int64), code, sem="relaxed", scope="gpu") == 0:
             store_word(host_error.to(tl.int64).to(tl.pointer_type(tl.int64)), code, RELEASE=False, PTX=PTX)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ import triton
 
 from ..errors import UnsupportedError
 from .addresses import MOST_BUFFERS, NO_ADDRESSES, target_address
+from .current_device import capturing, is_current, on_device
 from .tiling import PROCESSORS, Launch
 
-_HERE = nullcontext()
 _REGISTERS = 65536  # of an SM
 
 
@@ -42,17 +42,6 @@ def runs_on(device: torch.device) -> bool:
 def processors_of(device: torch.device) -> int:
     """The SMs of a GPU; for other devices, of the GPU that tables are made for ahead of time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
-
-
-def is_current(device: torch.device) -> bool:
-    """Whether the kernels of a device can be launched without making it current."""
-    # As torch.cuda.current_device, without the CUDA initialisation that the device's tensors imply.
-    return device.type != "cuda" or device.index is None or device.index == torch._C._cuda_getDevice()
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context with the device current, in which its kernels are compiled and launched."""
-    return _HERE if is_current(device) else torch.cuda.device(device)
 
 
 def tile_constants(launch: Launch, aligns: tuple[int, int], buffers: tuple[int, int]) -> dict[str, Any]:
@@ -81,7 +70,7 @@ def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
     host = torch.from_numpy(array)
     if device.type != "cuda":
         return host.to(device)
-    if torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         raise UnsupportedError(
             "a kernel's tables would be uploaded while a CUDA graph is captured; allowed: programs bound before (by "
             "bind, or by a first call)"

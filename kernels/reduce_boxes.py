@@ -18,8 +18,9 @@ import triton.language as tl
 from ..errors import ArgumentError
 from .addresses import MOST_BUFFERS, SOURCE_ARGUMENTS, TARGET_ARGUMENTS, BaseAddresses, source_address, target_address
 from .boxes import StridedBoxes, source_views, split_elements, target_views
+from .current_device import on_device
 from .dtypes import ELEMENTS, WORDS, decode, encode, pattern, pattern_word, real_dtype
-from .launch import PreparedLaunch, interpreted, on_device, processors_of, runs_on, tile_constants
+from .launch import PreparedLaunch, interpreted, processors_of, runs_on, tile_constants
 from .reduce_cpu import check_reduction, reduce_views
 from .tiling import PROCESSORS, Launch, LaunchConfig, tile_launches
 

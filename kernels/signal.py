@@ -32,9 +32,10 @@ import triton
 import triton.language as tl
 
 from .channel import DISAGREES, FAILED, LATE, SLOT, UNLIMITED, Channel
+from .current_device import on_device
 from .dtypes import WORDS, poison_word
 from .fused_signals import ABOVE, COUNTED, FAILED_COUNT, give_way, overwrite
-from .launch import interpreted, on_device, prepared
+from .launch import interpreted, prepared
 from .store_word import PTX, store_word
 
 _LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in (LATE, FAILED, DISAGREES))

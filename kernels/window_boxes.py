@@ -17,9 +17,10 @@ import triton.language as tl
 from .addresses import NO_ADDRESSES
 from .boxes import StridedBoxes
 from .copy_boxes import CopyTable, copy_constants, copy_tile
+from .current_device import is_current, on_device
 from .dtypes import real_dtype
 from .fused_signals import end_use, half_of_use, is_last_program, wait_for_peers
-from .launch import is_current, on_device, prepared, registers_of_sm, uploaded
+from .launch import prepared, registers_of_sm, uploaded
 from .pack_boxes import pack_tile
 from .reduce_boxes import ReduceTable, reduce_tile
 from .tiling import DESCRIPTOR, Launch, LaunchConfig

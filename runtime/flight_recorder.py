@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, TransportError, UnsupportedError
+from ..kernels import capturing
 from .bounded_store import BoundedStore
 from .environment import flight_record_folder, requested_flight_records
 from .flight_record import DESCRIPTION, Call, Record, Traffic, group_name, started_entry
@@ -102,7 +103,7 @@ class FlightRecorder:
         device = record.device
         if error is None and device is not None and device.type == "cuda":
             record.has_device_work = True
-            if not torch.cuda.is_current_stream_capturing():
+            if not capturing(device):
                 record.done = (stream or torch.cuda.current_stream(device)).record_event()
         record.failed, record.finished = error is not None, time.time_ns()
         if error is None:

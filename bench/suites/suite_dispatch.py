@@ -4,7 +4,8 @@ torch.distributed's all-to-alls, and by torchtitan where it is installed.
 Results and gradients are checked first, with experts that each multiply by a number of their own. Inputs rotate past
 the last-level cache. Bytes are those of rows that cross between ranks, in both directions, of the rank with most: all
 contenders move one row for each (token, k) pair; the bound sends a token once to a rank that has several of its
-experts, and gets one sum back.
+experts, and gets one sum back. The bare copy is one of all rows of pairs, there and back, those that stay on their rank
+included: on one machine no dispatcher that hands experts their rows writes fewer, or reads fewer back.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ SUITE = "dispatch"
 CONTENDERS = ("ours", "ours, on gloo", "torch.distributed", "torchtitan", "copy")
 ROUNDS = {"full": 15, "quick": 9, "dry": 1}
 _TURN_SECONDS = {"full": 0.1, "quick": 0.03, "dry": 0.0}
-_BYTES_ARE = "rows of entries that cross between ranks, there and back, of the rank with most"
+_BYTES_ARE = (
+    "rows of (token, k) pairs that cross between ranks, there and back, of the rank with most; of the copy: rows of "
+    "all its pairs"
+)
 
 
 @dataclass(frozen=True)
@@ -102,13 +106,13 @@ def _measured(shape: Tokens, layers: dict[str, Layer], rank: int, size: int, sca
         with torch.no_grad():
             return layer(x, ids, weights, None)
 
-    moved, bound = bytes_of(shape, inputs[0][1], rank, size)
+    (moved, bound), every = bytes_of(shape, inputs[0][1], rank, size), bytes_of_pairs(shape)
     sides = {name: rotating(partial(call, layer), inputs) for name, layer in layers.items()}
-    sides["copy"] = copies(bound, Rotation.of(bound, size, 1 if scale == "dry" else None))
+    sides["copy"] = copies(every, Rotation.of(every, size, 1 if scale == "dry" else None))
     return result(
         time_sides(sides, ROUNDS[scale], _TURN_SECONDS[scale]),
         faults={name: "; ".join(faults) for name, faults in checked.items() if faults},
-        bytes=dict.fromkeys(layers, moved) | {"copy": bound},
+        bytes=dict.fromkeys(layers, moved) | {"copy": every},
         bound=bound,
         detail={"ranks": size, "tokens": shape.tokens, "hidden": shape.hidden, "rotation": rotation.to_dict(),
                 "bytes are": _BYTES_ARE},
@@ -121,8 +125,18 @@ def bytes_of(shape: Tokens, ids: torch.Tensor, rank: int, size: int) -> tuple[in
     away = int((owner != rank).sum())
     # Of each token, the other ranks that have an expert of it.
     once = sum(int(((owner == other).any(1)).sum()) for other in range(size) if other != rank)
-    passes = 4 if shape.backward else 2
-    return away * shape.hidden * 4 * passes, once * shape.hidden * 4 * passes
+    row = shape.hidden * 4 * _passes(shape)
+    return away * row, once * row
+
+
+def bytes_of_pairs(shape: Tokens) -> int:
+    """The bytes of a row for each of a rank's pairs, there and back."""
+    return shape.tokens * TOP_K * shape.hidden * 4 * _passes(shape)
+
+
+def _passes(shape: Tokens) -> int:
+    """How often rows travel: there and back, and so do their gradients."""
+    return 4 if shape.backward else 2
 
 
 def inputs_of(shape: Tokens, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, shown
-from ...kernels import on_device
+from ...kernels import capturing, on_device
 from ...planner import Batch, Program, check_local_shape
 from ..convert_specs import name_of
 from ..transports.backend_limits import BACKENDS
@@ -80,7 +80,7 @@ def bind_in_process(
 
     def call(locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with on_device(device):
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if capturing(device):
                 captured.update(bound)
             ranks = [program.mesh.rank_at(position) for position in range(program.mesh.size)]
             inputs = map(_plain, locals_)

@@ -8,7 +8,7 @@ from collections import deque
 import torch
 
 from ...errors import CapacityError
-from ...kernels import runs_on
+from ...kernels import capturing, runs_on
 from .config import DispatchConfig
 
 LATEST = 2
@@ -69,8 +69,3 @@ class Overflow:
                     f"outside -1 to {self._config.num_experts - 1}, all ranks together; "
                     'overflow="drop" drops them'
                 )
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured into a CUDA graph, of whose replays the host learns nothing."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ...kernels import on_device
+from ...kernels import capturing
 from .base import WindowedTransport
 
 
@@ -139,11 +139,3 @@ class BufferPool:
     def captured(self, tensor: torch.Tensor) -> bool:
         """Whether the piece that a tensor starts at was taken in the capture of a CUDA graph."""
         return self.number(tensor) in self._captured
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the current stream of a device."""
-    if device.type != "cuda":
-        return False
-    with on_device(device):
-        return torch.cuda.is_current_stream_capturing()

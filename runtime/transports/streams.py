@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...errors import UnsupportedError
+from ...kernels import capturing
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ class StreamOrder:
     counters and tables."""
 
     def __init__(self, device: torch.device) -> None:
-        self._index = device.index
+        self._device, self._index = device, device.index
         self._last: torch.cuda.Stream | None = None
         self._raw = 0
 
@@ -33,7 +34,7 @@ class StreamOrder:
         During a capture it does not wait, because the replays of a graph are ordered by the user; `owner`, which holds
         what the call reads, is then kept for good.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if capturing(self._device):
             captured.add(owner)
             return
         raw = torch._C._cuda_getCurrentRawStream(self._index)  # what `torch.cuda.current_stream` wraps in an object
@@ -45,7 +46,7 @@ class StreamOrder:
 
     def moved_to(self, stream: Any) -> None:
         """Record that the last call ran on `stream` instead of the stream that it was made on."""
-        if not torch.cuda.is_current_stream_capturing():
+        if not capturing(self._device):
             self._last, self._raw = stream, stream.cuda_stream
 
 
@@ -70,7 +71,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
         UnsupportedError: the current stream is being captured in a CUDA graph, where `what` would allocate memory and
             wait for the device.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         raise UnsupportedError(
             f"{what} would be made while a CUDA graph is captured; allowed: what was made before, by prepare, bind or "
             "a first call"

@@ -175,6 +175,7 @@ def test_work_on_a_gpu_is_scheduled_until_its_event_is_done(
     stream: Any = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: done[0]))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     for number, capturing[0] in ((1, False), (2, True), (3, False)):
         recorder.begin(call_of(number))
         recorder.describe("symmetric_memory", torch.device("cuda:0"))

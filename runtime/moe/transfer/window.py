@@ -29,6 +29,7 @@ from ....kernels import (
     RepeatedDispatch,
     WindowBarrier,
     WindowSignals,
+    capturing,
     copy_rows,
     gather_values,
     offer_rows,
@@ -38,7 +39,7 @@ from ....kernels import (
     recorded_launches,
 )
 from ...statistics import stats
-from ...transports.buffer_pool import BufferPool, BufferPoolTransport, capturing
+from ...transports.buffer_pool import BufferPool, BufferPoolTransport
 from ...transports.symmetric_memory.window import ALIGNMENT, window_size
 from ..config import DispatchConfig, round_up
 from ..dispatch_record import DispatchRecord, Tokens

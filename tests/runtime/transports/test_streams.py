@@ -32,6 +32,7 @@ class Cuda:
         monkeypatch.setattr(
             torch._C, "_cuda_getCurrentRawStream", lambda index: Stream(self, self.current).raw, raising=False
         )
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -62,7 +63,6 @@ class Stream:
 def test_lent_piece_follows_the_stream_that_waited_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts on stream a may write it once stream b, on which a later call was made, has waited for its readers."""
     cuda, pool = Cuda(monkeypatch), BufferPool(0, {0: torch.zeros(64, dtype=torch.uint8)}, 64, 1)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     pool._device = torch.device("cuda", 0)
     first = pool.take(lend=True)
     assert first is not None
