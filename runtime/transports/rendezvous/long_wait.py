@@ -52,8 +52,10 @@ class LongWait:
             if not self._warned and now - self._start > WARN_AFTER:
                 self._warned = True
                 self._warn(sorted(peers), now - self._start)
-        except dist.DistError:
-            pass  # the rank that hosts the store is gone: the wait itself will end
+        except dist.DistError:  # the rank that hosts the store is gone
+            for peer in peers:
+                if error := self._errors.unreachable(peer):
+                    raise error from None
         self._next = time.monotonic() + self._pause
 
     def _check(self, peer: int) -> None:

@@ -148,6 +148,12 @@ class PeerErrors:
             return PeerError(f"rank {rank} is gone; rank {self._rank} was waiting for it in {self.calls.current}{why}")
         return None
 
+    def unreachable(self, rank: int) -> PeerError | None:
+        """The error if the process of a rank is known to have ended, where the store cannot be asked for the reason."""
+        if self._is_gone(rank):
+            return PeerError(f"rank {rank} is gone; rank {self._rank} was waiting for it in {self.calls.current}")
+        return None
+
     def peer_status(self, peer: int) -> str:
         """The known state of a peer that this rank waits for, as text for a warning."""
         report = self.reports.waiting(peer)
