@@ -103,16 +103,16 @@ def test_wait_ends_on_different_request() -> None:
 
 def test_wait_without_a_store_ends_when_the_peer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store, whose host is gone as well, cannot be asked why."""
-    one = at(dist.HashStore(), 0, gone=(2,))
-    one.begin((0, 1, 2), 5, "S0 to R")
+    one, _ = connected(gone=(1,))
+    one.begin((0, 1), 5, "S0 to R")
 
     def lost(*_: object) -> None:
         raise dist.DistStoreError("the store did not answer")
 
     monkeypatch.setattr(one.reports, "write_waiting", lost)
-    looked(LongWait(one.errors), 1)
-    with pytest.raises(PeerError, match="rank 2 is gone; rank 0 was waiting for it in call 1 of .*: S0 to R"):
-        looked(LongWait(one.errors), 1, 2)
+    looked(LongWait(one.errors), 2)
+    with pytest.raises(PeerError, match="rank 1 is gone; rank 0 was waiting for it in call 1 of .*: S0 to R"):
+        looked(LongWait(one.errors), 2, 1)
 
 
 def test_wait_continues_while_peer_is_in_earlier_call() -> None:
