@@ -80,7 +80,9 @@ def clocks(device: torch.device) -> dict[str, str]:
 
 
 def nvidia_smi(device: torch.device, *names: str) -> list[str]:
-    at = ["-i", str(device.index)] if device.index is not None else []
+    # By its UUID: nvidia-smi numbers all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES leaves.
+    uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else None
+    at = [] if uuid is None else ["-i", f"GPU-{uuid}"]
     output = output_of("nvidia-smi", *at, f"--query-gpu={','.join(names)}", "--format=csv,noheader")
     return [value.strip() for value in output.split(",")]
 

@@ -84,12 +84,13 @@ def pytest_runtest_logreport(report: Any) -> None:
     if report.failed or report.skipped or report.when == "call":
         outcome = "error" if report.failed and report.when != "call" else report.outcome
         _write(test=report.nodeid, outcome=outcome, text=_text(report), seconds=round(report.duration, 2))
-    if report.failed and _cuda_is_lost():
+    if report.failed and cuda_is_lost():
         print(f"{report.nodeid} left CUDA unusable for this process", flush=True)
         os._exit(LOST)  # every later test would fail
 
 
-def _cuda_is_lost() -> bool:
+def cuda_is_lost() -> bool:
+    """Whether an error has made CUDA unusable for this process."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     try:
         if cuda is not None and cuda.is_initialized():

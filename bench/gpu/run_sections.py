@@ -3,7 +3,7 @@
 Files in `--out`: `gpu.jsonl` (a row for each test when it starts and when it ends), `gpu.json` and `gpu.md` (the
 report, written again after each section), the files of `targets`, and `triton_cache.tar`. A later run with `--from`
 that folder skips what passed, and compiles nothing again. After a test that kills its process, leaves CUDA unusable, or
-hangs, the section goes on in another process.
+hangs, the section goes on in another process; so do the targets after a line that does one of the first two.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from shardweave.errors import ArgumentError
 
 ROWS, CACHE = "gpu.jsonl", "triton_cache.tar"
 _LONGEST_END = 5.0  # seconds that killed processes get to go
+_MOST_RESTARTS = 5  # of a program that goes on
 _SHOWN = 12_000  # characters of a process's output
 _PROCESSES = min(8, max(1, (os.cpu_count() or 1) // 2))  # of a section that is split
 
@@ -56,11 +57,13 @@ class Settings:
 class Running:
     """A process of a section."""
 
-    def __init__(self, section: Section, part: int, parts: int, settings: Settings) -> None:
+    def __init__(self, section: Section, part: int, parts: int, settings: Settings, restarts: int = 0) -> None:
         self.section, self.part, self.settings, self.began = section, part, settings, time.time()
+        self.restarts = restarts
         self.tests_before, self.log = settings.started(), settings.scratch / f"{section.name}-{part}.log"
         if section.is_python:
             command = [word.format(out=settings.out) for word in section.arguments] + ["--dry"] * settings.dry
+            command += ["--go-on"] * (restarts > 0)
         else:
             command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "outcomes", *section.arguments]
             command += ["--continue-on-collection-errors", "-m", section.marker, *section.dry * settings.dry]
@@ -86,6 +89,13 @@ class Running:
         last = self.settings.rows.stat().st_mtime if self.settings.rows.exists() else 0.0
         seconds = self.section.test_seconds or self.settings.test_seconds
         return not self.section.is_python and self.began < last < time.time() - seconds
+
+    def leaves_work(self, code: int | None) -> bool:
+        """Whether another process may do the rest: this one was stopped, by a test or a line that it had begun."""
+        stopped = code is None or code < 0 or code == outcomes.LOST
+        if self.section.is_python:
+            return stopped and self.section.goes_on and self.restarts < _MOST_RESTARTS
+        return stopped and self.settings.started() > self.tests_before
 
     def finish(self, why: str) -> None:
         """End the process with all that it has started, and write how it ended."""
@@ -122,11 +132,9 @@ def run_section(section: Section, settings: Settings, seconds: float) -> None:
                     why = f"killed by signal {-code}"
                 one.finish(why)
                 running.remove(one)
-                # The rest of the tests, unless the process ended before the first of them.
-                stopped = not section.is_python and (code is None or code < 0 or code == outcomes.LOST)
-                if stopped and not late and settings.started() > one.tests_before:
+                if not late and one.leaves_work(code):
                     with termination_deferred():
-                        running.append(Running(section, one.part, parts, settings))
+                        running.append(Running(section, one.part, parts, settings, one.restarts + 1))
     finally:
         for one in running:
             one.finish("killed with the run")

@@ -84,7 +84,7 @@ def section_of(section: Section, rows: Iterable[Mapping[str, Any]]) -> dict[str,
         "failures": [{"what": name, "how": tests[name], "text": texts[name]} for name in failed]
         + [{"what": section.name, "how": end["ended"], "text": end["text"]} for end in wrong],
         "skipped": dict(Counter(texts[name] for name in mine if tests.get(name) == "skipped")),
-        "output": ends[-1]["text"] if ends and section.is_python else "",
+        "output": "".join(end["text"] for end in ends) if section.is_python else "",
     }
 
 

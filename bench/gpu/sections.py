@@ -20,6 +20,7 @@ class Section:
         split: tests are shared out to several processes, since most of the time is spent on compiling.
         timeout: SHARDWEAVE_TIMEOUT: ranks that share a GPU report a rank that does not come before the time is up.
         test_seconds: that a test may take; 0: as long as those of other sections.
+        goes_on: with --go-on the program does what a process before it has left.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Section:
     split: bool = False
     timeout: str = ""
     test_seconds: float = 0
+    goes_on: bool = False
 
     @property
     def is_python(self) -> bool:
@@ -50,7 +52,7 @@ SECTIONS = (
     Section("programs", 180, (_PROGRAMS, f"{_TRANSPORTS}/test_hierarchical.py", *(
         f"{_RUNTIME}/moe/test_{name}.py"
         for name in ("compile", "permute_indices", "scale_layout", "torchtitan_dispatcher")))),
-    Section("targets", 240, ("-m", "shardweave.bench.gpu.targets", "--out", "{out}")),
+    Section("targets", 240, ("-m", "shardweave.bench.gpu.targets", "--out", "{out}"), goes_on=True),
     Section("ranks-on-one-gpu", 180, (_SYMMETRIC, "tests/cli/test_replay_on_gpus.py"), timeout="3"),
     Section("ranks-on-several-gpus", 180, (_SYMMETRIC, *(
         f"{_TRANSPORTS}/test_{name}.py" for name in ("symmetric_hierarchical", "process_group_on_devices")),

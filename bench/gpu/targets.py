@@ -1,7 +1,9 @@
 """Targets on a GPU and the figures reached: kernels beside a copy in the same run, whole programs, host work.
 
 `make gpu` runs it after the tests: `python -m shardweave.bench.gpu.targets --out FOLDER` prints a line for each target,
-and writes `gpu_targets.json`, which compare and report read, again after each.
+and writes `gpu_targets.json`, which compare and report read, again after each. A line that leaves CUDA unusable ends
+the process; with `--go-on` another one measures what follows. The exit status is 1 if a line has no figure of ours,
+unless the device does not support what it measures.
 The suite `python -m shardweave bench kernels` measures the same kernels without targets, on CPUs too.
 The ceiling of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over
 buffers that rotate past the L2 cache. Every result is checked before it is timed. With `--dry` every line runs without
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,15 +26,17 @@ from typing import Any
 
 import torch
 
-from shardweave.bench.baselines.token_kernels import combining, permuting, routing_and_permuting
+from shardweave.bench.baselines.token_kernels import Rival, combining, permuting, routing_and_permuting
 from shardweave.bench.gpu.environment import clocks, gpu_machine
 from shardweave.bench.gpu.kernel_cases import Case, Made, cases
 from shardweave.bench.gpu.measuring import COPY, Measuring
+from shardweave.bench.gpu.outcomes import LOST, cuda_is_lost
 from shardweave.bench.gpu.program_cases import direct_push, pack_and_unpack, whole_program
 from shardweave.bench.gpu.token_cases import BESIDE_SMS, DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, Shape, VirtualRank
 from shardweave.bench.harness.machine import now
 from shardweave.bench.harness.measure import Sink, why_absent
-from shardweave.bench.harness.result_file import Missing, Results, Row
+from shardweave.bench.harness.result_file import Missing, Results, Row, read
+from shardweave.errors import UnsupportedError
 from shardweave.kernels import SLOT, Channel, Failure, pack, signal, wait_limit
 
 SUITE, CEILING = "kernels", "of the ceiling"
@@ -50,6 +55,7 @@ class Target:
         measure: puts the rows of the case with this name into the sink of a `Measuring`.
         rows: of the case, by contender.
         missing: contenders without a row, and why.
+        failed: whether ours has no row although the device supports it.
     """
 
     case: str
@@ -60,20 +66,24 @@ class Target:
     rows: dict[str, Row] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     wrong: bool = False
+    failed: bool = False
 
     def run(self, measuring: Measuring) -> None:
         """Measure; an error is noted and does not end the run."""
         results = Results("", "", "", {})
         measuring.sink = Sink(SUITE, results.put)
+        unsupported = False
         try:
             self.measure(self.case)
         except AssertionError as error:
             measuring.sink.fault(self.case, "ours", str(error))
         except Exception as error:
+            unsupported = isinstance(error, UnsupportedError) and not measuring.dry
             measuring.sink.absent(self.case, "ours", why_absent("ours", error))
         self.rows = {row.contender: row for row in results.rows}
         self.missing = {one.contender: one.why for one in (*results.absent, *results.faults)}
         self.wrong = any(one.contender == "ours" for one in results.faults)
+        self.failed = "ours" in self.missing and not unsupported
 
     @property
     def value(self) -> float | None:
@@ -145,13 +155,23 @@ def targets(measuring: Measuring) -> Iterator[Target]:
     )  # fmt: skip
     for box in cases(device, 1 << 13, 64) if dry else cases(device):
         yield Target(box.name, CEILING, box.share or None, True, partial(boxes, measuring, box))
-    rank = VirtualRank(large, device)
-    push, route_and_push = partial(rank.push, False), partial(rank.push, True)
-    for name, make in (("push_rows", push), ("combine_rows", rank.combine)):
+    rank = cache(lambda: VirtualRank(large, device))  # made by the first line that needs it, which may fail
+
+    def push() -> Made:
+        return rank().push(False)
+
+    def combine() -> Made:
+        return rank().combine()
+
+    def route_and_push() -> Made:
+        return rank().push(True)
+
+    for name, make in (("push_rows", push), ("combine_rows", combine)):
         yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(measuring.tokens, make=make, shape=large))
     yield Target(
-        f"count_pairs, {large}", "µs", 30.0, False, partial(measuring.latency, make=rank.routed, sets=FEW_SETS)
-    )
+        f"count_pairs, {large}", "µs", 30.0, False,
+        lambda case: measuring.latency(case, rank().routed, FEW_SETS),
+    )  # fmt: skip
     sets = measuring.sets(2 * few.moved, 2 * few.buffers)
     yield Target(
         f"decode: route + push + combine, {few}", "µs", 60.0, False,
@@ -168,11 +188,11 @@ def targets(measuring: Measuring) -> Iterator[Target]:
     )  # fmt: skip
     yield Target(
         f"quantize_rows, {large}", "µs", 40.0, False,
-        lambda case: measuring.latency(case, rank.quantized, measuring.sets(large.quantized, 2 * large.quantized)),
+        lambda case: measuring.latency(case, rank().quantized, measuring.sets(large.quantized, 2 * large.quantized)),
     )  # fmt: skip
     for name, packed, moved in (
-        ("push_rows of fp8_128 rows", rank.push_quantized, large.moved_quantized),
-        ("combine_rows of mxfp8 rows", rank.combine_quantized, large.returned_quantized),
+        ("push_rows of fp8_128 rows", lambda: rank().push_quantized(), large.moved_quantized),
+        ("combine_rows of mxfp8 rows", lambda: rank().combine_quantized(), large.returned_quantized),
     ):
         yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(quantized_rows, measuring, packed, moved, large))
     yield Target(
@@ -181,12 +201,12 @@ def targets(measuring: Measuring) -> Iterator[Target]:
     )  # fmt: skip
     for name, bound, make, rivals in (
         ("push_rows", 1.0, push, permuting),
-        ("combine_rows", 1.0, rank.combine, combining),
+        ("combine_rows", 1.0, combine, combining),
         ("route + push", 1.2, route_and_push, routing_and_permuting),
     ):
         yield Target(
             f"{name}: the best of others ÷ ours, {large}", "×", bound, True,
-            partial(measuring.tokens, make=make, shape=large, rivals=rivals(rank, dry), ceiling=False),
+            partial(beside_others, measuring, rank, make, rivals),
         )  # fmt: skip
 
 
@@ -194,15 +214,25 @@ def boxes(measuring: Measuring, box: Case, _: str) -> None:
     measuring.boxes(box, beside_reference=False)
 
 
+def beside_others(
+    measuring: Measuring,
+    rank: Callable[[], VirtualRank],
+    make: Callable[[], Made],
+    rivals: Callable[[VirtualRank, bool], Sequence[Rival]],
+    case: str,
+) -> None:
+    measuring.tokens(case, make, rank().shape, rivals(rank(), measuring.dry), ceiling=False)
+
+
 def quantized_rows(measuring: Measuring, make: Callable[[], Made], moved: int, shape: Shape, case: str) -> None:
     measuring.time(case, {"ours": make}, moved, measuring.sets(moved, shape.buffers + 3 * moved), copied=moved)
 
 
-def two_phases(measuring: Measuring, rank: VirtualRank, side: int, case: str) -> None:
+def two_phases(measuring: Measuring, rank: Callable[[], VirtualRank], side: int, case: str) -> None:
     """What `dispatch_start` and `combine_start` are for: rows move while the device computes something else."""
     sides = {
-        "ours": partial(rank.beside_matmul, side, BESIDE_SMS),
-        "one after the other": partial(rank.beside_matmul, side, None),
+        "ours": lambda: rank().beside_matmul(side, BESIDE_SMS),
+        "one after the other": lambda: rank().beside_matmul(side, None),
     }
     measuring.time(case, sides, None, 1)
 
@@ -246,11 +276,13 @@ def late_peer(measuring: Measuring, case: str) -> None:
     measuring.sink.row(case, "ours", "µs", [max(seconds[1:]) * 1e6])
 
 
-def as_results(targets: Sequence[Target], about: dict[str, Any], dry: bool, command: str) -> Results:
-    """The rows as in all results, with each target in the row of ours."""
-    rows: list[Row] = []
-    absent: list[Missing] = []
-    faults: list[Missing] = []
+def as_results(
+    targets: Sequence[Target], about: dict[str, Any], dry: bool, command: str, former: Results | None = None
+) -> Results:
+    """The rows as in all results, with each target in the row of ours; before them, those of a former process."""
+    rows: list[Row] = [*former.rows] if former else []
+    absent: list[Missing] = [*former.absent] if former else []
+    faults: list[Missing] = [*former.faults] if former else []
     for t in targets:
         detail = {"target": t.bound, "at least": t.at_least, "reached": t.value, "of": t.unit, "met": t.met}
         rows += [replace(r, detail=detail | dict(r.detail)) if name == "ours" else r for name, r in t.rows.items()]
@@ -263,13 +295,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardweave.bench.gpu.targets", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--dry", action="store_true", help="no GPU: run every line on tiny shapes, report no figure")
+    parser.add_argument("--go-on", action="store_true", help="measure what is not in FOLDER yet, and keep what is")
     arguments = parser.parse_args(argv)
     if not arguments.dry and not torch.cuda.is_available():
         print("error: no GPU: torch.cuda.is_available() is False; allowed: --dry", file=sys.stderr)
         return 2
     device = torch.device("cpu") if arguments.dry else torch.device("cuda", torch.cuda.current_device())
-    about = gpu_machine(device)
+    about, file = gpu_machine(device), arguments.out / "gpu_targets.json"
     arguments.out.mkdir(parents=True, exist_ok=True)
+    former = read(file, "--go-on") if arguments.go_on and file.exists() else None
+    ones: Sequence[Row | Missing] = () if former is None else (*former.rows, *former.absent, *former.faults)
+    known = {one.case for one in ones}
     command = "python -m shardweave.bench.gpu.targets" + " --dry" * arguments.dry
     sink = Sink(SUITE, Results("", "", "", {}).put)
     rounds = 1 if arguments.dry else 9
@@ -277,17 +313,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     done: list[Target] = []
 
     def write() -> None:
-        text = as_results(done, about, arguments.dry, command).to_json()
-        (arguments.out / "gpu_targets.json").write_text(text, encoding="utf-8")
+        file.write_text(as_results(done, about, arguments.dry, command, former).to_json(), encoding="utf-8")
 
     for target in targets(measuring):
-        target.run(measuring)
+        if target.case in known:
+            continue
         done.append(target)
+        target.missing = {"ours": "its process ended first"}
+        write()  # a run that is killed keeps what it has measured, and another one goes on after this line
+        target.run(measuring)
         print(f"- {target.case}: {target.shown(arguments.dry)}{target.judged(arguments.dry)}", flush=True)
-        write()  # a run that is killed keeps what it has measured
+        write()
+        if target.failed and cuda_is_lost():
+            print("  CUDA is unusable for this process, which ends", flush=True)
+            os._exit(LOST)  # every later line would fail
     about["clocks_after"] = clocks(device)
     write()
-    return int(any(target.wrong or (arguments.dry and "ours" in target.missing) for target in done))
+    return int(any(target.failed for target in done))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,33 @@ def gone(file: str) -> bool:
     return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
+PROGRAM = """
+import os, sys
+from pathlib import Path
+done = Path("done").read_text().split() if "--go-on" in sys.argv else []
+for line in {lines}:
+    if line in done:
+        continue
+    Path("done").write_text(" ".join([*done, line]))
+    done.append(line)
+    print(line, flush=True)
+    if line == "loses":
+        os._exit({lost})
+    if line == "dies":
+        os.kill(os.getpid(), 9)
+"""
+
+
+def test_programs_go_on_after_what_ends_them(run_in: Callable[..., dict[str, Any]]) -> None:
+    program = PROGRAM.format(lines=["one", "loses", "two", "dies", "three"], lost=outcomes.LOST)
+    for goes_on, seen in ((True, "one\nloses\ntwo\ndies\nthree\n"), (False, "one\nloses\n")):
+        section = Section("lines", 60, ("-c", program), goes_on=goes_on)
+        found = run_in(f"goes on {goes_on}", sections=(section,))["lines"]
+        assert found["output"] == seen and found["outcome"] in ("failed", "killed")
+    dies = Section("lines", 60, ("-c", "import os; print('x', flush=True); os.kill(os.getpid(), 9)"), goes_on=True)
+    assert run_in("dies", sections=(dies,))["lines"]["output"] == "x\n" * (1 + run_sections._MOST_RESTARTS)
+
+
 def test_sections_that_die_and_hang_lose_nothing(run_in: Callable[..., dict[str, Any]]) -> None:
     found = run_in("out", "--only", ",".join(one.name for one in STAND_INS[:-1]))
     assert {name: one["outcome"] for name, one in found.items()} == {

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from warm_python import run_python
 
 from shardweave.__main__ import main
 from shardweave.bench.baselines.token_kernels import Rival
-from shardweave.bench.gpu import graph_timing, targets
+from shardweave.bench.gpu import graph_timing, outcomes, targets
+from shardweave.bench.gpu.environment import gpu_machine
 from shardweave.bench.gpu.kernel_cases import Made, cases
 from shardweave.bench.gpu.measuring import Measuring, rotation
 from shardweave.bench.gpu.targets import NO_FIGURE, Target, as_results
@@ -26,6 +28,7 @@ from shardweave.bench.gpu.token_cases import LARGE, Shape, VirtualRank, verified
 from shardweave.bench.harness import markdown
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.harness.result_file import Results, Row, read
+from shardweave.errors import UnsupportedError
 
 pytestmark = pytest.mark.plan
 CPU = torch.device("cpu")
@@ -113,6 +116,67 @@ def test_ratio_is_to_the_fastest_and_names_absent_rivals() -> None:
     assert failing.value is None and "ZeroDivisionError" in failing.shown(True)
     alone = Bench().beside(takes(2e-6), [Rival("nothing", absent)])
     assert alone.value is None and "not measured: nothing to compare with; nothing: " in alone.shown(False)
+
+
+Measure = Callable[[Measuring, str], object]
+
+
+def lines(monkeypatch: pytest.MonkeyPatch, *measure: Measure) -> None:
+    """Puts lines with these measurements in the place of all targets, on a device that stands for a GPU."""
+
+    def few(measuring: Measuring) -> Iterator[Target]:
+        for number, one in enumerate(measure):
+            yield Target(f"line {number}", "µs", 9.0, False, partial(one, measuring))
+
+    monkeypatch.setattr(targets, "targets", few)
+    monkeypatch.setattr(targets, "gpu_machine", lambda device: gpu_machine(CPU))
+    monkeypatch.setattr(targets, "clocks", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(targets, "Measuring", lambda sink, *_, **__: SimpleNamespace(sink=sink, dry=False))
+
+
+def has_a_figure(measuring: Measuring, case: str) -> None:
+    measuring.sink.row(case, "ours", "µs", [1.0])
+
+
+def raises(error: Exception) -> Measure:
+    def measure(measuring: Measuring, case: str) -> None:
+        raise error
+
+    return measure
+
+
+def test_lines_without_a_figure_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what the device does not support."""
+    out = ["--out", str(tmp_path)]
+    lines(monkeypatch, has_a_figure, raises(UnsupportedError("fp8 needs sm_89")))
+    assert targets.main(out) == 0
+    for error in (RuntimeError("out of memory"), AssertionError("the result is wrong"), ImportError("no kernel")):
+        lines(monkeypatch, has_a_figure, raises(error), has_a_figure)
+        assert targets.main(out) == 1
+
+
+def test_lines_go_on_after_one_that_loses_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, measured = ["--out", str(tmp_path)], list[str]()
+
+    def measure(measuring: Measuring, case: str) -> None:
+        measured.append(case)
+        if case == "line 1":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        has_a_figure(measuring, case)
+
+    lines(monkeypatch, measure, measure, measure)
+    monkeypatch.setattr(targets, "cuda_is_lost", lambda: True)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        targets.main(out)
+    assert ended.value.code == outcomes.LOST
+    assert targets.main([*out, "--go-on"]) == 0
+    assert measured == ["line 0", "line 1", "line 2"]
+    found = read(tmp_path / "gpu_targets.json", "A")
+    assert [row.case for row in found.rows] == ["line 0", "line 2"]
+    assert [(one.case, "illegal memory access" in one.why) for one in found.absent] == [("line 1", True)]
 
 
 def test_every_case_counts_the_bytes_that_it_moves() -> None:
