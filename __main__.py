@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -64,13 +65,36 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status: 2 for an invalid argument, 1 for a wrong result, a problem or a failed
-    rank."""
+    rank, 130 after Ctrl-C, 141 where nobody reads the output any more."""
     arguments = _parser().parse_args(argv)
     try:
-        return _COMMANDS[arguments.command].run(arguments)
+        status: int = _COMMANDS[arguments.command].run(arguments)
+        sys.stdout.flush()
+        return status
     except ShardweaveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if arguments.command == "record":
+            raise  # the script's own
+        return 130
+    except OSError as error:
+        lost = _lost_output()
+        if lost is None:
+            raise
+        if not isinstance(lost, BrokenPipeError):
+            print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        return 141 if isinstance(lost, BrokenPipeError) else 2
+
+
+def _lost_output() -> OSError | None:
+    """Why standard output cannot be written, if it cannot. What is left of it goes nowhere, also at the end."""
+    try:
+        print(flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
 
 
 if __name__ == "__main__":

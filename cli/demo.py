@@ -31,6 +31,7 @@ from ..bench.workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
 from ..errors import ArgumentError, shown
 from ..runtime.environment import pretended_node_size
 
+MOST_RANKS = 64
 _MIN_RATIO, _MAX_COPIES = 3.0, 1.5  # of a case that is not too slow
 _SUFFIXES = ("_into_tensor", "_tensor", "_single", "_coalesced")
 Result = dict[str, Any]
@@ -46,8 +47,10 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
         The exit status: 1 if a rank died or any output is wrong.
 
     Raises:
-        ArgumentError: no case matches `only`, or no matching case moves anything between so many ranks.
+        ArgumentError: too many ranks, no case matches `only`, or no matching case moves anything between so many ranks.
     """
+    if ranks > MOST_RANKS:
+        raise ArgumentError(f"--ranks: {ranks}; allowed: up to {MOST_RANKS} processes on this machine")
     console = console_of_tables()
     # With SHARDWEAVE_NODE_SIZE no memory is shared by all ranks.
     transports = ("hierarchical" if pretended_node_size() else "shared_memory", "process_group")

@@ -12,6 +12,9 @@ from ..planner import Mesh, Program, Topology, draw, plan
 from ..runtime.executor.choose_algorithm import AssumedTransport, Reduction, explain_on
 from ..runtime.transports.backend_limits import WindowPolicy
 
+MOST_RANKS = 1024
+"""Ranks up to which the whole program is planned, in some seconds: it has a box for each pair of ranks."""
+
 
 def run(
     mesh: Mesh,
@@ -22,6 +25,7 @@ def run(
     *,
     target_mesh: Mesh | None,
     topology: Topology | None,
+    rank: int | None,
     max_bytes: int | None,
     transport: str | None,
     backend: str | None,
@@ -32,6 +36,7 @@ def run(
     """Plan a redistribution and print the program, as text or JSON.
 
     Args:
+        rank: a mesh position, whose part alone is planned; None: all ranks.
         transport: also explain which algorithm this transport uses for each step.
         backend, reduction: of the process groups of `transport`.
         svg: also draw the program to this file.
@@ -39,7 +44,13 @@ def run(
     Raises:
         ArgumentError: options that exclude each other; an argument that `plan` refuses; a file that cannot be written.
     """
-    program = plan(mesh, shape, dtype, source, target, target_mesh=target_mesh, topology=topology, max_bytes=max_bytes)
+    size = mesh.size if target_mesh is None else max(mesh.size, target_mesh.size)
+    if rank is None and size > MOST_RANKS:
+        raise ArgumentError(f"--mesh: {size} ranks, and no --rank; allowed: up to {MOST_RANKS}, or one with --rank")
+    program = plan(
+        mesh, shape, dtype, source, target,
+        target_mesh=target_mesh, rank=rank, topology=topology, max_bytes=max_bytes,
+    )  # fmt: skip
     if as_json and transport is not None:
         raise ArgumentError("--transport: given with --json, which does not contain transports; allowed: one of them")
     for option, value in (("backend", backend), ("reduction", reduction)):

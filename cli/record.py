@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, shown
 from ..runtime import install, record
 from ..runtime.tracing.recording import Recording
@@ -21,11 +22,12 @@ def run(script: Path, arguments: Sequence[str], out: Path, on_shardweave: bool) 
         on_shardweave: call `install` first.
 
     Raises:
-        ArgumentError: `script` is not a file.
+        ArgumentError: `script` is not a file, or `out` cannot be written.
     """
     # Path.is_file raises where a name is too long.
     if not os.path.isfile(script):
         raise ArgumentError(f"script: {shown(str(script))} is not a file; allowed: a Python file")
+    check_writable("--out", out)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
     recording: Recording | None = None

@@ -16,10 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
-from transformers.distributed import DistributedConfig  # type: ignore[import-not-found]
 
 import shardweave
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
+    from transformers.distributed import DistributedConfig  # type: ignore[import-not-found]
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'transformers>=5.23' accelerate") from None
 
 CONFIG = LlamaConfig(
     vocab_size=259, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,

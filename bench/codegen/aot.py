@@ -30,6 +30,8 @@ from triton.compiler import ASTSource
 from shardweave.bench.codegen.launches import KERNELS, OPTIONS, Specialisation, specialisations
 from shardweave.bench.harness.machine import provenance
 from shardweave.bench.harness.markdown import provenance_lines, table
+from shardweave.bench.harness.writable import check_writable
+from shardweave.errors import ArgumentError
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -195,6 +197,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardweave.bench.codegen.aot", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there (default: print it)")
     arguments = parser.parse_args(argv)
+    try:
+        check_writable("--out", arguments.out)
+    except ArgumentError as error:
+        parser.error(str(error))
     results = measure(specialisations())
     text = report(results)
     if arguments.out:

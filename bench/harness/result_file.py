@@ -196,4 +196,11 @@ def read(path: Path, argument: str) -> Results:
         return Results(date, command, scale, machine, rows, absent, faults, match)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         allowed = "what `python -m shardweave bench --json` writes"
-        raise ArgumentError(f"{argument}: {str(path)!r} cannot be read: {error!r}; allowed: {allowed}") from None
+        match error:
+            case OSError():
+                why = error.strerror
+            case json.JSONDecodeError() | UnicodeDecodeError():
+                why = "it is not JSON"
+            case _:
+                why = f"JSON, but not results ({error})" if isinstance(error, ValueError) else "JSON, but not results"
+        raise ArgumentError(f"{argument}: {shown(str(path))} cannot be read: {why}; allowed: {allowed}") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...errors import ArgumentError
 from ..suites import ON_REQUEST, SUITES
 from .compare import THRESHOLD, compare, show
-from .machine import kind
+from .machine import kind, machine
 from .markdown import as_markdown
 from .measure import measure, suite
 from .result_file import Results, read
@@ -47,26 +47,26 @@ def run(
             raise ArgumentError(f"suite: {name!r}; allowed: {allowed}")
     chosen = list(dict.fromkeys(names)) or list(SUITES)
     check_writable("--json", json_path)
-    if out is not None:
+    folder = None if out is None else out / kind(machine())
+    if folder is not None:
         try:
-            out.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ArgumentError(f"--out: {str(out)!r} cannot be made: {error}; allowed: a folder") from None
+            raise ArgumentError(f"--out: {str(folder)!r} cannot be made: {error}; allowed: a folder") from None
+        check_writable("--out", folder / f"{scale}.json")
     cases = {name: [case for case in suite(name).cases(scale) if match in case] for name in chosen}
     if not any(cases.values()):
         raise ArgumentError(f"--match: {match!r} is in no case's name of {', '.join(chosen)}; allowed: part of one")
     options = ["--quick"] * (scale == "quick") + [f"--match {match!r}"] * bool(match)
     results = measure(cases, scale, " ".join(["python -m shardweave bench", *chosen, *options]), match)
     print(as_markdown(results))
-    folder = kind(results.machine)
     files = {} if json_path is None else {json_path: results.to_json()}
-    if out is not None:
-        (out / folder).mkdir(exist_ok=True)
-        files |= {out / folder / f"{scale}.json": results.to_json(), out / folder / f"{scale}.md": as_markdown(results)}
+    if folder is not None:
+        files |= {folder / f"{scale}.json": results.to_json(), folder / f"{scale}.md": as_markdown(results)}
     for path, content in files.items():
         path.write_text(content, encoding="utf-8")
         print(f"written: {path}", file=sys.stderr)
-    slower = check and _is_slower(results, committed / folder / f"{scale}.json")
+    slower = check and _is_slower(results, committed / kind(results.machine) / f"{scale}.json")
     return int(bool(slower or results.faults or not results.rows))
 
 

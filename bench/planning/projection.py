@@ -262,6 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     folder = arguments.out
     try:
+        if arguments.largest < RANKS[0]:
+            raise ArgumentError(f"--largest: {arguments.largest}; allowed: {RANKS[0]} ranks or more")
         check_writable("--out", folder / "projection.json")
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .parsing import interruptible, need_rich
+from .parsing import need_rich
 
 PROGRAMS = (
     "codegen.aot",
@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@interruptible
 def run(arguments: argparse.Namespace) -> int:
     need_rich("bench")
     from ...bench.harness import run as suites

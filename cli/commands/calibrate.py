@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .parsing import interruptible, need_rich, number_of
+from .parsing import need_rich, number_of
 
 HELP = "measure the links between ranks of torchrun, or local ones; prints JSON for plan --topology"
 
@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@interruptible
 def run(arguments: argparse.Namespace) -> int:
     need_rich("calibrate")
     from .. import calibrate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .parsing import interruptible, need_rich, number_of
+from .parsing import need_rich, number_of
 
 HELP = "compare shardweave with stock DTensor on redistributions of real models, on this machine"
 
@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
 
 
-@interruptible
 def run(arguments: argparse.Namespace) -> int:
     need_rich("the demo")
     from .. import demo

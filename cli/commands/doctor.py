@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .parsing import interruptible, need_rich
+from .parsing import need_rich
 
 HELP = "check software, settings and transports of this machine; report problems and fixes"
 
@@ -14,7 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
 
 
-@interruptible
 def run(arguments: argparse.Namespace) -> int:
     need_rich("the doctor")
     from .. import doctor

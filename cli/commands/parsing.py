@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -91,19 +90,6 @@ def topology(name: str | None) -> Topology | None:
 def shown_error(error: Exception) -> str:
     """The text of an exception without the name of the file, which may be long."""
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
-
-
-def interruptible(run: Run) -> Run:
-    """Decorator: Ctrl-C ends the command with status 130 and no traceback."""
-
-    @wraps(run)
-    def quiet(arguments: argparse.Namespace) -> int:
-        try:
-            return run(arguments)
-        except KeyboardInterrupt:
-            return 130
-
-    return quiet
 
 
 def need_rich(command: str) -> None:

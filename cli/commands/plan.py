@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("ordered", "fast"),
         help="fast: the backend of process groups may reduce (default: ordered)",
     )
+    parser.add_argument(
+        "--rank",
+        type=whole_number,
+        metavar="N",
+        help="plan the part of the rank at this mesh position alone; needed on large meshes (default: of all ranks)",
+    )
     parser.add_argument("--json", action="store_true", help="print the program as JSON")
     parser.add_argument(
         "--svg", type=file_of(".svg"), metavar="FILE.svg", help="also draw the program to this file (up to 64 ranks)"
@@ -70,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.target,
         target_mesh=None if arguments.target_mesh is None else _mesh(arguments.target_mesh),
         topology=topology(arguments.topology),
+        rank=arguments.rank,
         max_bytes=arguments.max_bytes,
         transport=arguments.transport,
         backend=arguments.backend,

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...runtime.transports.choose_transport import NAMES
-from .parsing import TOPOLOGIES, interruptible, need_rich, number_of, topology
+from .parsing import TOPOLOGIES, need_rich, number_of, topology
 
 HELP = "run the redistributions of a trace on torch and on shardweave, and time both"
 
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
 
 
-@interruptible
 def run(arguments: argparse.Namespace) -> int:
     need_rich("replay")
     from .. import replay

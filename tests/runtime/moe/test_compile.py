@@ -213,8 +213,8 @@ def test_compiled_graphs_run_between_forward_and_backward(program, backend, monk
         collected.append(program(d, wrap))
         numbers.append(runs.number)
     assert same(*collected)
-    # A compiled checkpoint dispatches again in backward, but needs no second combine.
-    assert numbers[0] == numbers[1] or (program is checkpointed_layers and numbers[1] >= 10)
+    # A compiled checkpoint needs no second combine in backward, nor, on torch 2.11, a second dispatch.
+    assert numbers[0] == numbers[1] or (program is checkpointed_layers and numbers[1] >= 8)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo fails at graph breaks while it holds RoutedTokens")
