@@ -46,6 +46,12 @@ class CollectiveLimits:
     all_to_all: int
     all_gather: float
 
+    def room(self, ranks: int) -> int:
+        """The bytes for which every receive buffer of an all-to-all among so many ranks has room, whatever the request:
+        gloo ends a process that gets more. Rows of tokens, which are packed in any case, may fill it; while the buffers
+        of a rank stay below 64 MiB, it is more than the largest shard."""
+        return max(self.all_to_all, min(4 * self.all_to_all, (64 << 20) // ranks))
+
 
 BACKENDS = {
     # One all-to-all saves the start-up cost of gloo's messages, but packing large shards into one buffer costs more

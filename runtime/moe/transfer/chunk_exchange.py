@@ -74,20 +74,23 @@ class ChunkExchange:
     """The exchanges of rank `ranks[me]` on a two-sided transport.
 
     On gloo a message costs more than copying small chunks: they travel in one all-to-all of the process group, with
-    room for the largest message of any request, as the executor's do (`step_sendrecv`). Larger ones are messages.
+    room for the largest message of any request, as the executor's do (`step_sendrecv`). Larger ones are messages, but
+    for those that are packed in any case and that there is room for.
     """
 
     def __init__(self, transport: TwoSidedTransport, ranks: tuple[int, ...], me: int) -> None:
         self._ranks, self._me = ranks, me
         self._others = [r for r in range(len(ranks)) if r != me]
         self._group = transport.group_order(ranks)
-        self._limit = 0  # bytes of a chunk in an all-to-all; 0: no process group has exactly these ranks
+        # Bytes of a chunk in an all-to-all, and of a packed message; 0: no process group has exactly these ranks.
+        self._limit = self._packed_limit = 0
         if self._group is not None and self._others:
-            self._limit = BACKENDS[transport.backend].all_to_all
+            limits = BACKENDS[transport.backend]
+            self._limit, self._packed_limit = limits.all_to_all, limits.room(len(ranks))
         self._order = [ranks.index(rank) for rank in self._group or ()]
         self._in_group_order = [r for r in self._order if r != me]
         self._memory_order = (*(self._in_group_order or self._others), me)
-        self._room = HEADER + self._limit
+        self._room = HEADER + self._packed_limit
         self._memory = _memories.setdefault(transport, {}).setdefault((ranks, me), _MessageMemory(_Memory(), _Memory()))
 
     def run(
@@ -123,9 +126,9 @@ class ChunkExchange:
             group=self._group,
         )
 
-    def takes_at_once(self, nbytes: int) -> bool:
-        """Whether an all-to-all has room for `nbytes` from each rank to each other one."""
-        return 0 < nbytes <= self._limit
+    def takes_at_once(self, nbytes: int, packed: bool = False) -> bool:
+        """Whether `nbytes` from each rank to each other one travel in an all-to-all; `packed`: as one message each."""
+        return 0 < nbytes <= (self._packed_limit if packed else self._limit)
 
     def _all_to_all(
         self, fingerprint: int, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]
@@ -181,7 +184,7 @@ class ChunkExchange:
         arrived = list(messages)
         if not most:  # rows of no bytes
             return arrived
-        at_once = collectives and self.takes_at_once(most)
+        at_once = collectives and self.takes_at_once(most, packed=True)
         order = self._in_group_order if at_once else self._others
         room, head = (self._room, HEADER) if at_once else (_whole_headers(most), 0)
         sent, received = self._memory

@@ -98,7 +98,9 @@ class OneExchangeTransfer(SendRecvTransfer):
         assert record.chunks is not None
         sends, receives, _, most = chunk_sizes(record.chunks)
         most *= sum(map(row_nbytes, given))
-        if self.config.active_ranks is not None or not (self.collectives and self._chunks.takes_at_once(most)):
+        if self.config.active_ranks is not None or not (
+            self.collectives and self._chunks.takes_at_once(most, packed=True)
+        ):
             # Sizes are known, so that large messages arrive where their rows are read.
             return (yield from super()._fetch(operation, record, given, read))
         places = record.chunks.places.numpy()
