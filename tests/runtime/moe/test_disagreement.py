@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from shardweave import redistribute
 from shardweave.errors import ArgumentError, TransportError, UnsupportedError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.routed import RoutedTokens
@@ -62,6 +64,27 @@ def other_expert_capacity(rank: int, transport: str) -> None:
     """Chunks have other sizes than their receivers expect."""
     d = dispatcher(transport, expert_capacity=1 if rank == 1 else 3, overflow="drop")
     d.dispatch(*tokens(rank))
+
+
+def larger_rows(rank: int, transport: str, others: Callable[[], object]) -> None:
+    """One rank dispatches 1.5 MiB to the first, which makes another call, as all others do: gloo ends a process whose
+    buffer is smaller than what it gets."""
+    d, wide = dispatcher(transport, hidden=1 << 16), torch.ones(3, 1 << 16)
+    given = wide, torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K)
+    d.dispatch(*given)
+    others()
+    d.dispatch(*given) if rank == 1 else others()
+
+
+def larger_rows_than_in_a_dispatch(rank: int, transport: str) -> None:
+    few = dispatcher(transport)
+    larger_rows(rank, transport, lambda: few.dispatch(*tokens(rank)))
+
+
+def larger_rows_than_in_a_redistribution(rank: int, transport: str) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    x = DTensor.from_local(torch.full((2, 8), float(rank)), mesh, [Shard(0)], run_check=False)
+    larger_rows(rank, transport, lambda: redistribute(x, [Shard(1)], transport=transport))
 
 
 def refused_once(rank: int, transport: str) -> None:
@@ -145,6 +168,10 @@ CASES: dict[Callable, Callable[[list[str]], bool]] = {
     other_call: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
     other_max_tokens: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
     other_expert_capacity: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    larger_rows_than_in_a_dispatch: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    larger_rows_than_in_a_redistribution: lambda outcomes: (
+        set(outcomes) <= REPORTED and "DisagreementError" in outcomes
+    ),
     refused_once: lambda outcomes: (
         outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
     ),
