@@ -18,6 +18,7 @@ from shardweave.__main__ import main
 from shardweave.bench.harness import measure as measuring
 from shardweave.bench.harness import run
 from shardweave.bench.harness.interleaved import Rotation, in_order, rotating, slowest
+from shardweave.bench.harness.machine import kind, machine
 from shardweave.bench.harness.measure import Put, Sink, suite
 from shardweave.bench.harness.result_file import Missing, Results, read
 from shardweave.bench.suites import SUITES
@@ -152,7 +153,7 @@ def test_bench_writes_compares_and_fails(
         ("bench everything", "suite: 'everything'; allowed: redistribute, kernels"),
         ("bench plan --match nonsense", "--match: 'nonsense' is in no case's name"),
         ("bench plan --json /no/where.json", "--json: '/no/where.json' cannot be written"),
-        ("bench plan --out /proc/none", "--out: '/proc/none/"),
+        ("bench plan --out /proc/none", f"--out: '/proc/none/{kind(machine())}' cannot be made"),
         ("report /no/where.json", "RESULTS: '/no/where.json' cannot be read"),
     ],
 )

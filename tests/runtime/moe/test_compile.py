@@ -214,7 +214,8 @@ def test_compiled_graphs_run_between_forward_and_backward(program, backend, monk
         numbers.append(runs.number)
     assert same(*collected)
     # A compiled checkpoint needs no second combine in backward, nor, on torch 2.11, a second dispatch.
-    assert numbers[0] == numbers[1] or (program is checkpointed_layers and numbers[1] >= 8)
+    least = 8 if torch.__version__ < "2.12" else 10
+    assert numbers[0] == numbers[1] or (program is checkpointed_layers and numbers[1] >= least)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo fails at graph breaks while it holds RoutedTokens")

@@ -21,13 +21,14 @@ from warm_python import run_python
 
 # Limits, a little above what was counted.
 MOST = {
-    "pooled": {"dispatch": (67, 5, 15), "combine": (84, 2, 1)},
+    "pooled": {"dispatch": (67, 5, 15), "combine": (82, 2, 1)},
     "copied, unused rows zeroed": {"dispatch": (64, 5, 13), "combine": (74, 2, 1)},
-    "once per rank": {"dispatch": (67, 6, 16), "combine": (82, 3, 1)},
-    "quantized": {"dispatch": (86, 6, 27), "combine": (84, 2, 1)},
-    "two levels": {"dispatch": (668, 14, 220), "combine": (280, 5, 28)},
+    "once per rank": {"dispatch": (67, 6, 16), "combine": (80, 3, 1)},
+    "quantized": {"dispatch": (86, 6, 27), "combine": (82, 2, 1)},
+    "two levels": {"dispatch": (665, 14, 220), "combine": (280, 5, 28)},
 }
 """By settings and call: Python calls, launches, torch operations."""
+MORE = 2 if torch.__version__ < "2.13" else 0  # Python calls, in torch itself
 SETTINGS: dict[str, dict[str, Any]] = {
     "pooled": {"pooled_buffers": 2},
     "copied, unused rows zeroed": {"pooled_buffers": 0, "zero_rows": True},
@@ -181,7 +182,8 @@ def counted() -> tuple[dict[str, dict[str, Any]], list[str]]:
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_host_work_is_bounded(settings: str, call: str, counted: Any) -> None:
-    got, most = counted[0][settings][call], MOST[settings][call]
+    got, (calls, *others) = counted[0][settings][call], MOST[settings][call]
+    most = calls + MORE, *others
     assert all(0 < g <= m for g, m in zip(got, most, strict=True)), (got, most)
 
 
