@@ -66,7 +66,7 @@ class AddressTables:
     def find(self, addresses: tuple[int, ...]) -> torch.Tensor | None:
         """Return the table if it is cached."""
         table = self._tables.get(addresses)
-        if table is not None and capturing(self._device):
+        if table is not None and self._on_gpu and capturing(self._device):
             self._captured.append(table)
         return table
 

@@ -24,5 +24,7 @@ def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured on the current stream of a device."""
     if device.type != "cuda":
         return False
-    with on_device(device):
+    if is_current(device):  # as in calls: without a context
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
