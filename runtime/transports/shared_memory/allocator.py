@@ -115,7 +115,7 @@ class Allocator(Generic[Memory]):
 
     Attributes:
         allocated: bytes of pages in use.
-        free: bytes of free pages that are kept.
+        free: bytes of free pieces that are kept, of which some pages may never have been written.
         ready: bytes of `allocated` in receive buffers that are kept between calls; the limit counts them as free.
         limit: of `free` and `ready` together, in bytes; None: DEFAULT_LIMIT, or as much `free` as `allocated`.
     """
@@ -131,6 +131,7 @@ class Allocator(Generic[Memory]):
         self._gaps = Gaps()
         self._lock = threading.Lock()
         self._unchecked = 0
+        self._written = 0  # a bound of the bytes of pages that free pieces have
         self._closed = self._frozen = self._missed = False
         self._bound_by(limit)
         allocators.add(self)
@@ -199,6 +200,7 @@ class Allocator(Generic[Memory]):
                 self._kept[pages] = None
                 self.allocated -= pages.nbytes
                 self.free += pages.nbytes
+                self._written += pages.nbytes
 
     def set_limit(self, limit: int | None) -> None:
         self._bound_by(limit)
@@ -268,6 +270,7 @@ class Allocator(Generic[Memory]):
         piece = Piece(address, size, home)
         self._kept[piece] = None
         self.free += size
+        self._written += size
         return piece
 
     def _new_pages(self, size: int) -> int:
@@ -320,14 +323,24 @@ class Allocator(Generic[Memory]):
         """Return the pages of free pieces that exceed `allowed` bytes. The lock is held."""
         self._take_back()
         if not self._frozen or self._closed:
-            if self._kept and (last := next(reversed(self._kept))).nbytes > allowed:
+            if self._kept and (last := next(reversed(self._kept))).nbytes > allowed and self._excess(allowed) > 0:
                 self._drop(last)  # it exceeds the limit alone: keep the others
-            while self.free > allowed:
-                self._drop(next(iter(self._kept)))
+            while (excess := self._excess(allowed)) > 0:
+                most = self.free - excess
+                while self.free > most:
+                    self._drop(next(iter(self._kept)))
         if self._closed:
             for segment in [s for s in self.segments if self._gaps.has(s.address, s.nbytes - _PAGE)]:
                 self._gaps.drop(segment.address)
                 self.segments.remove(segment)
+
+    def _excess(self, allowed: int) -> int:
+        """The bytes of pages of free pieces that exceed `allowed`. Pieces that were not written whole, as where fewer
+        rows came than there was room for, have fewer pages than they count."""
+        self._written = min(self._written, self.free)
+        if self._written > allowed > 0:
+            self._written = min(self.free, sum(segment.resident() for segment in self.segments))
+        return self._written - allowed
 
     def _drop(self, pages: Piece) -> None:
         """Make a gap of a free piece; if pieces of its class share pages, of all free pages of the class."""

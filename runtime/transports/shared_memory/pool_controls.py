@@ -20,8 +20,8 @@ class PoolMemory:
     Attributes:
         allocated: in use by tensors, in whole pages, rounded up by at most an eighth.
         ready: in use by receive buffers that are kept between calls.
-        free: not in use, and kept for the next calls.
-        limit: the current limit of `ready` and `free` together.
+        free: not in use, and kept for the next calls, whether written or not.
+        limit: the current limit of `ready` and `free` together, of which pages that were never written do not count.
     """
 
     allocated: int

@@ -27,6 +27,7 @@ from ....errors import TransportError
 from ...environment import requested_segments
 
 NAMED_FOLDER = "/dev/shm"
+_BLOCK = 512  # bytes, of `st_blocks`
 _serial = itertools.count(1)  # of this process's named segments
 
 
@@ -156,6 +157,10 @@ class Segment:
         if self.named:
             os.posix_fallocate(self._descriptor, offset, nbytes)
 
+    def resident(self) -> int:
+        """The bytes of pages that the segment has."""
+        return os.fstat(self._descriptor).st_blocks * _BLOCK
+
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return pages to the system, even if peers have them mapped. They are zeros when used again."""
         self.map.madvise(mmap.MADV_REMOVE, offset, nbytes)
@@ -178,6 +183,13 @@ class PrivateSegment:
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Does nothing: pages are allocated on use."""
+
+    def resident(self) -> int:
+        """The bytes of pages that the segment has."""
+        of_pages = np.empty(self.nbytes // mmap.PAGESIZE, np.uint8)  # the lowest bit of each: whether it is there
+        if _mincore(self.address, self.nbytes, of_pages.ctypes.data):
+            return self.nbytes
+        return int(np.count_nonzero(of_pages & 1)) * mmap.PAGESIZE
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return pages to the system. They are zeros when used again."""
@@ -255,6 +267,8 @@ class _Timespec(ctypes.Structure):
 if platform.system() == "Linux":
     _syscall = ctypes.CDLL(None).syscall
     _syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.POINTER(_Timespec)]
+    _mincore = ctypes.CDLL(None).mincore
+    _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def sleep_on(address: int, value: int, seconds: float) -> None:

@@ -1,7 +1,8 @@
-"""Receive buffers that are kept between calls: results never share memory, whatever is kept or dropped in between."""
+"""What is kept between calls: results never share memory, whatever is kept or dropped in between."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 import time
@@ -18,7 +19,9 @@ import shardweave
 from shardweave.runtime.transports.shared_memory import receive_buffers
 from shardweave.runtime.transports.shared_memory.allocator import Allocator
 from shardweave.runtime.transports.shared_memory.receive_buffers import ReceiveBuffers
-from shardweave.runtime.transports.shared_memory.segments import PrivateSegment
+from shardweave.runtime.transports.shared_memory.segments import PrivateSegment, Segment
+
+MIB = 1 << 20
 
 
 @pytest.mark.plan
@@ -44,6 +47,39 @@ def test_receive_buffers_drop_least_recently_used(monkeypatch: pytest.MonkeyPatc
     kept.keep(6, buffer, 6, [6], 30, 101)
     assert kept.take(6) is None
     assert allocator.ready == 0 and kept.have_room(1000) and not kept.have_room(1001)
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("new_segment", [lambda nbytes: Segment("shardweave-test", nbytes, False), PrivateSegment])
+def test_pages_that_were_never_written_do_not_count(new_segment) -> None:
+    allocator = Allocator("shardweave-test", new_segment, 8 * MIB)
+
+    def use(written: int) -> int:
+        """The address of a piece of 64 MiB that was taken, of which the first bytes were written, and given back."""
+        piece = allocator.take(allocator.idle(64 * MIB), 64 * MIB)
+        ctypes.memset(piece.address, 1, written)
+        allocator.give_back(piece)
+        return piece.address
+
+    def resident() -> int:
+        return sum(segment.resident() for segment in allocator.segments)
+
+    address = use(5 * MIB)
+    assert resident() == 5 * MIB and allocator.free == 64 * MIB
+    small = [allocator.take(allocator.idle(MIB // 4), MIB // 4) for _ in range(8)]
+    for piece in small:
+        ctypes.memset(piece.address, 1, piece.nbytes)
+        allocator.give_back(piece)
+    assert use(5 * MIB) == address, "it was kept"
+    assert resident() == 7 * MIB and allocator.free == 66 * MIB
+    assert use(9 * MIB) == address
+    assert resident() == 2 * MIB and allocator.free == 2 * MIB, (
+        "a piece that exceeds the limit goes back; the others stay"
+    )
+    use(7 * MIB)
+    assert 1 * MIB <= resident() <= 8 * MIB and resident() % (MIB // 4) == 0
+    allocator.trim(0)
+    assert resident() == allocator.free == 0
 
 
 def many_calls(rank: int, most_kept: int | None, calls: int) -> int:
