@@ -31,7 +31,16 @@ from .tokens.quantize_rows import QUANTIZATIONS, Quantization, QuantizedRows, de
 from .tokens.receive_rows import receive_rows
 from .tokens.repeated_dispatch import RepeatedDispatch
 from .tokens.route_rows import route_rows
-from .tokens.rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, RowsInParts, TokenRows
+from .tokens.rows import (
+    PAYLOADS,
+    Buffers,
+    ChosenBuffers,
+    RowLaunch,
+    RowsInParts,
+    TokenRows,
+    contiguous_rows,
+    has_contiguous_rows,
+)
 from .tokens.rows_cpu import host_array, host_empty, host_tensor
 from .tokens.silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tokens.spread_rows import OwnRows, spread_rows
@@ -92,6 +101,7 @@ __all__ = [
     "build_signal",
     "column_words",
     "combine_rows",
+    "contiguous_rows",
     "copy_boxes",
     "copy_boxes_kernel",
     "copy_boxes_cpu",
@@ -103,6 +113,7 @@ __all__ = [
     "fill_rows",
     "gather_values",
     "group_rows",
+    "has_contiguous_rows",
     "host_array",
     "host_empty",
     "host_tensor",

@@ -221,6 +221,16 @@ def row_alignment(dtype: torch.dtype, hidden: int, bits: int) -> int:
     return together & -together
 
 
+def has_contiguous_rows(x: torch.Tensor) -> bool:
+    """Whether the elements of each row of `x`, [n, H], are adjacent; the rows may be strided."""
+    return x.stride(1) == 1 or x.shape[1] <= 1 or not x.numel()
+
+
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` [n, H] with the elements of each row adjacent: itself or a copy."""
+    return x if x.stride(1) == 1 or has_contiguous_rows(x) else x.contiguous()
+
+
 def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype: torch.dtype) -> None:
     """Check a 2-D tensor whose rows may be strided.
 
@@ -228,7 +238,7 @@ def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype:
         ArgumentError: `x` has another shape or dtype, or the elements of a row are not adjacent.
     """
     fits = x.dim() == 2 and (shape[0] is None or x.shape[0] == shape[0]) and x.shape[1] == shape[1]
-    if not fits or x.dtype is not dtype or (x.shape[1] > 1 and x.numel() and x.stride(1) != 1):
+    if not fits or x.dtype is not dtype or (x.stride(1) != 1 and not has_contiguous_rows(x)):
         wanted = ("T" if shape[0] is None else shape[0], shape[1])
         raise ArgumentError(
             f"{name}: {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; allowed: {dtype} of shape {wanted}, "

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...errors import ArgumentError, shown
-from ...kernels import PAYLOADS, fill_rows
+from ...kernels import PAYLOADS, contiguous_rows, fill_rows
 from ...kernels import silu_and_mul as write_result
 from ...kernels import silu_and_mul_backward as write_gradients
 from .config import fill_value
@@ -72,18 +72,13 @@ class SiluAndMul(torch.autograd.Function):
         return (*backward(gradient, *ctx.saved_tensors), None, None)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` [R, F] with the elements of a row adjacent."""
-    return x if x.shape[1] <= 1 or not x.numel() or x.stride(1) == 1 else x.contiguous()
-
-
 def _new(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, zero_rows: bool | None) -> torch.Tensor:
     out, rest = _new(gate), fill_value(zero_rows)
-    write_result(_rows(gate), _rows(up), num_rows, out)
+    write_result(contiguous_rows(gate), contiguous_rows(up), num_rows, out)
     if rest is not None:
         fill_rows(out, num_rows, rest)
     return out
@@ -93,7 +88,7 @@ def _backward(
     gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gate_out, up_out = _new(gate), _new(up)
-    write_gradients(_rows(gradient), _rows(gate), _rows(up), num_rows, gate_out, up_out)
+    write_gradients(contiguous_rows(gradient), contiguous_rows(gate), contiguous_rows(up), num_rows, gate_out, up_out)
     return gate_out, up_out
 
 

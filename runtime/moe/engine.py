@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ...kernels import on_device
+from ...kernels import contiguous_rows, on_device
 from ..transports.base import Transport
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord, Tokens
@@ -203,7 +203,9 @@ class TokenEngine:
         adds: Sequence[torch.Tensor | None],
     ) -> list[Steps[Any]]:
         items = zip(self.transfers, records, values, outs, weights, adds, strict=True)
-        return [t.combine(r, v, out, w, None if add is None else _rows(add)) for t, r, v, out, w, add in items]
+        return [
+            t.combine(r, v, out, w, None if add is None else contiguous_rows(add)) for t, r, v, out, w, add in items
+        ]
 
     def _run_dispatch_backward(
         self,
@@ -243,7 +245,9 @@ class TokenEngine:
         given = [v.contiguous() for v in values] or nothing
         items = zip(self.transfers, records, gradients, given, outs or nothing, weight_outs or nothing, strict=True)
         with on_device(self.transfers[0].device):
-            results = self.run(BACKWARD, [t.combine_backward(r, _rows(g), *others) for t, r, g, *others in items])
+            results = self.run(
+                BACKWARD, [t.combine_backward(r, contiguous_rows(g), *others) for t, r, g, *others in items]
+            )
         return [rows for rows, _ in results], [weights for _, weights in results] if values else []
 
     def _new_received(self, tokens: Sequence[Tokens]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -261,8 +265,8 @@ class TokenEngine:
         """Return the rows that a dispatch of `x` sends."""
         quantized, packed = self.config.quantized, self.config.packed
         if quantized is None or packed is None or self.transfers[0].pushed_quantized is not None:
-            return _rows(x)
-        return quantized.rows_of(_rows(x), packed.words)
+            return contiguous_rows(x)
+        return quantized.rows_of(contiguous_rows(x), packed.words)
 
     def _new_sums(self, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
         """Return memory of the transport for each rank's tokens, [T, H]."""
@@ -295,8 +299,3 @@ def _state_of(transport: Transport, device: torch.device) -> OperatorState:
     if transport not in _states:
         _states[transport] = OperatorState(device)
     return _states[transport]
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` [T, H] with the elements of a row adjacent."""
-    return x if x.shape[1] == 1 or not x.numel() or x.stride(1) == 1 else x.contiguous()

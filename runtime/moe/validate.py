@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ...errors import ArgumentError, shown
+from ...kernels import has_contiguous_rows
 from ..dtensor.overlap import overlaps_itself, ranges_overlap
 from .config import DispatchConfig
 from .dispatch_record import Tokens
@@ -138,7 +139,7 @@ def check_combine(
             continue
         _check_tensors(at, **{name: tensor})
         _check_device(name + at, tensor, device)
-        adjacent = shape[1] <= 1 or tensor.dim() != 2 or tensor.stride(1) == 1
+        adjacent = tensor.dim() != 2 or has_contiguous_rows(tensor)
         written_twice = name == "out" and overlaps_itself(tensor)
         if tensor.shape != shape or tensor.dtype is not config.dtype or not adjacent or written_twice:
             apart = ", rows that do not overlap" if name == "out" else ""

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ....errors import ArgumentError, shown
+from ....kernels import has_contiguous_rows
 from ..config import MOST_ROWS, whole_number
 from ..engine import device_of
 from .checks import check_expert_tokens, check_layout, check_out, check_outputs, check_tokens, check_topk_idx
@@ -293,12 +294,12 @@ class TokenSwitch(_token_switch.TokenSwitch):
 
     def _combine(self, routing: _token_switch.Routing, expert_tokens: torch.Tensor, out_tokens: torch.Tensor) -> None:
         with torch.no_grad():
-            adjacent = out_tokens.shape[1] == 1 or out_tokens.stride(1) == 1
-            sums = out_tokens if adjacent else torch.empty_like(out_tokens, memory_format=torch.contiguous_format)
+            writable = has_contiguous_rows(out_tokens)
+            sums = out_tokens if writable else torch.empty_like(out_tokens, memory_format=torch.contiguous_format)
             self._engine.combine(
                 self._checked(routing), _with_rows(expert_tokens, self._max_recv_tokens_per_rank), sums
             )
-            if not adjacent:
+            if not writable:
                 out_tokens.copy_(sums)
 
     def _checked(self, routing: object) -> RoutingHandle:

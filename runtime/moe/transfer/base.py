@@ -23,6 +23,7 @@ from ....kernels import (
     RowLaunch,
     WindowSignals,
     combine_rows,
+    contiguous_rows,
     copy_rows,
     count_pairs,
     fill_rows,
@@ -303,9 +304,8 @@ class TokenTransfer:
         quantized, packed = self.config.quantized_output, self.config.packed_output
         if quantized is None or packed is None:
             return values
-        values = values if values.shape[1] == 1 or values.stride(1) == 1 else values.contiguous()
         rows = self._empty((len(values), packed.words), torch.int32)
-        quantize_rows(values, rows, quantized.scales_at, quantized.how, record.groups.num_rows)
+        quantize_rows(contiguous_rows(values), rows, quantized.scales_at, quantized.how, record.groups.num_rows)
         return rows
 
     def _launch_of(self, rows: torch.Tensor) -> RowLaunch:

@@ -30,6 +30,7 @@ from ....kernels import (
     WindowBarrier,
     WindowSignals,
     capturing,
+    contiguous_rows,
     copy_rows,
     gather_values,
     offer_rows,
@@ -252,7 +253,7 @@ class WindowTransfer(TokenTransfer):
 
     def _output(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
         # `_fetch` casts them as it offers them.
-        return values if values.shape[1] == 1 or values.stride(1) == 1 else values.contiguous()
+        return values if values.stride(1) == 1 else contiguous_rows(values)
 
     def output_rows(self, received: torch.Tensor) -> torch.Tensor:
         # Replays write the same memory each time: only behind a dispatch, which waits until peers have read it.
