@@ -155,6 +155,8 @@ def report(runs: dict[str, Run]) -> None:
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        sys.exit(f"start it with torchrun: torchrun --standalone --nproc-per-node 4 {sys.argv[0]}")
     rank = int(os.environ["RANK"])
     if importlib.util.find_spec("torchtitan") is None:
         if rank == 0:
