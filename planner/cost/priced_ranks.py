@@ -260,7 +260,8 @@ def _shards_and_pieces(ranks: PricedRanks, cuts: Cuts) -> tuple[int, int]:
 @lru_cache(maxsize=1024)
 def _spans(ranks: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
     """Start and stop [q] of what each rank holds of a tensor dim that no strided shard cuts."""
-    return spans_along(extent, mesh_dims_of(cuts), ranks.mesh.shape, ranks.coordinates)
+    start, stop = spans_along(extent, mesh_dims_of(cuts), ranks.mesh.shape, ranks.coordinates)
+    return (start, stop) if cuts else (np.full(len(ranks.positions), start), np.full(len(ranks.positions), stop))
 
 
 @lru_cache(maxsize=256)

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..layouts.index_sets import distinct_spans, parts_of, spans_at
+from ..layouts.index_sets import distinct_spans, parts_of, spans_along
 from ..layouts.layout import Cuts, Layout
-from ..layouts.spans import MeshParts, runs_in_common
+from ..layouts.spans import MeshParts, ranges, runs_in_common
+from .pairs import Coordinates, Pairs
 
 
 @dataclass(frozen=True, eq=False)
 class Intersection:
-    """n boxes; `pair` is the index of the (holder, receiver) pair of each, the other fields are as in
-    `TransferTable`."""
+    """n boxes of pairs of a holder and a receiver; the fields are those of `TransferTable`, with an array for each
+    tensor dim or axis: [n], or a single value for all boxes.
 
-    pair: np.ndarray  # [n]
-    source_start: np.ndarray  # [n, tensor dims]
-    target_start: np.ndarray  # [n, tensor dims]
-    extent: np.ndarray  # [n, axes]
-    source_step: np.ndarray  # [n, axes]
-    target_step: np.ndarray  # [n, axes]
+    Attributes:
+        pair: [n] the index of the pair of each box; None: there is one box for each pair.
+    """
+
+    pair: np.ndarray | None
+    source_start: list[np.ndarray]
+    target_start: list[np.ndarray]
+    extent: list[np.ndarray]
+    source_step: list[np.ndarray]
+    target_step: list[np.ndarray]
     axes: tuple[int, ...]
 
 
@@ -30,58 +36,64 @@ def intersect(
     shape: Sequence[int],
     source: Layout,
     source_mesh: Sequence[int],
-    holders: np.ndarray,
     target: Layout,
     target_mesh: Sequence[int],
-    receivers: np.ndarray,
+    pairs: Pairs,
 ) -> Intersection:
-    """Intersect the source shards of `holders` with the target shards of `receivers`, pair by pair.
+    """Intersect the source shards of holders with the target shards of receivers, pair by pair.
 
     Args:
         shape: the global shape.
         source_mesh, target_mesh: mesh shapes.
-        holders, receivers: [pairs, mesh dims] coordinates, each on its own mesh.
 
     Returns:
         The boxes in the order of pairs. A tensor dim that a strided shard cuts has two axes: one from span to span and
         one along the spans.
     """
-    held_from, held_to = spans_at(shape, source, source_mesh, holders.T)
-    wanted_from, wanted_to = spans_at(shape, target, target_mesh, receivers.T)
-    start, stop = np.maximum(held_from, wanted_from), np.minimum(held_to, wanted_to)
     strided = sorted({*source.strided_dims, *target.strided_dims})
-    meets = start < stop
-    if strided:
-        meets[strided] = True
-    pair = np.flatnonzero(meets.all(axis=0))
-    boxes = start - held_from, start - wanted_from, stop - start
-    source_start, target_start, length = (x.T if len(pair) == len(holders) else x.T[pair] for x in boxes)
-    if not strided:
-        ones = np.ones_like(length)
-        return Intersection(pair, source_start, target_start, length, ones, ones, tuple(range(len(shape))))
+    plain: dict[int, tuple[Any, Any, Any]] = {}  # start in the holder's shard, in the receiver's shard, length
+    meets = np.array(True)
+    for d, extent in enumerate(shape):
+        if d not in strided:
+            held_from, held_to = spans_along(extent, source.order(d), source_mesh, pairs.holders)
+            wanted_from, wanted_to = spans_along(extent, target.order(d), target_mesh, pairs.receivers)
+            start, stop = np.maximum(held_from, wanted_from), np.minimum(held_to, wanted_to)
+            plain[d] = start - held_from, start - wanted_from, stop - start
+            of_dim = start < stop
+            meets = meets if of_dim.all() else meets & of_dim
+    pair = None
+    if not meets.all():
+        pair = np.flatnonzero(pairs.each_value(meets))
+        pairs = pairs.select(pair)
     runs: dict[int, np.ndarray] = {}
     for d in strided:
-        rows, index = _runs_of_pairs(
-            shape[d], source.cuts(d), source_mesh, holders[pair], target.cuts(d), target_mesh, receivers[pair]
+        of_dim, first, count = _runs_along(
+            shape[d], source.cuts(d), source_mesh, pairs.holders, target.cuts(d), target_mesh, pairs.receivers
         )
-        pair, source_start, target_start, length = (x[index] for x in (pair, source_start, target_start, length))
-        runs = {other: of_dim[index] for other, of_dim in runs.items()} | {d: rows}
-        source_start[:, d], target_start[:, d] = rows[:, 0], rows[:, 1]
-    extent, source_step, target_step, axes = [], [], [], []
-    ones = np.ones(len(pair), dtype=np.int64)
+        first, count = pairs.each_value(first), pairs.each_value(count)
+        if (count != 1).any():
+            index, first = ranges(first, first + count - 1)
+            pair = index if pair is None else pair[index]
+            pairs, runs = pairs.select(index), {other: x[index] for other, x in runs.items()}
+        runs[d] = of_dim[first]
+    common = Intersection(
+        pair, [], [], [], [], [], tuple([d for d in range(len(shape)) for _ in range(1 + (d in runs))])
+    )
+    one = np.array(1)
     for d in range(len(shape)):
         if d in runs:
-            extent += [runs[d][:, 2], runs[d][:, 3]]
-            source_step += [runs[d][:, 4], ones]
-            target_step += [runs[d][:, 5], ones]
-            axes += [d, d]
+            source_start, target_start, count, length, source_step, target_step = runs[d].T
+            common.extent.append(count)
+            common.source_step.append(source_step)
+            common.target_step.append(target_step)
         else:
-            extent.append(length[:, d])
-            source_step.append(ones)
-            target_step.append(ones)
-            axes.append(d)
-    extents, source_steps, target_steps = (np.stack(x, axis=1) for x in (extent, source_step, target_step))
-    return Intersection(pair, source_start, target_start, extents, source_steps, target_steps, tuple(axes))
+            source_start, target_start, length = map(pairs.values, plain[d])
+        common.source_start.append(source_start)
+        common.target_start.append(target_start)
+        common.extent.append(length)
+        common.source_step.append(one)
+        common.target_step.append(one)
+    return common
 
 
 class FewPairs:
@@ -143,17 +155,16 @@ class FewPairs:
                 yield pair, source, target, extent
 
 
-def _runs_of_pairs(
-    extent: int, held: Cuts, held_mesh: Sequence[int], holders: np.ndarray, wanted: Cuts,
-    wanted_mesh: Sequence[int], receivers: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """The runs of each pair along one tensor dim [n, 6] (`common_runs`), and the index of the pair of each run [n]."""
-    held_spans, holder = distinct_spans(extent, held, held_mesh, holders.T)
-    wanted_spans, receiver = distinct_spans(extent, wanted, wanted_mesh, receivers.T)
+def _runs_along(
+    extent: int, held: Cuts, held_mesh: Sequence[int], holders: Coordinates, wanted: Cuts,
+    wanted_mesh: Sequence[int], receivers: Coordinates,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """The runs of all pairs along one tensor dim [n, 6] (`common_runs`), and for each pair the index of its first run
+    and the number of its runs."""
+    held_spans, holder = distinct_spans(extent, held, held_mesh, holders)
+    wanted_spans, receiver = distinct_spans(extent, wanted, wanted_mesh, receivers)
     of_holder, of_receiver, runs = runs_in_common(held_spans, wanted_spans)
     number = int(receiver.max(initial=-1)) + 1
     keys, wanted_keys = of_holder * number + of_receiver, holder * number + receiver
     first = np.searchsorted(keys, wanted_keys)
-    count = np.searchsorted(keys, wanted_keys, side="right") - first
-    index = np.repeat(np.arange(len(holders)), count)
-    return runs[np.arange(len(index)) - np.repeat(count.cumsum() - count - first, count)], index
+    return runs, first, np.searchsorted(keys, wanted_keys, side="right") - first

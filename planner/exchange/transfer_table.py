@@ -116,22 +116,52 @@ class TransferTable:
         return int((foreign.sum(axis=1) * self.elements[mine]).sum())
 
     @classmethod
-    def of_intersection(cls, intersection: Intersection, receiver: np.ndarray, sender: np.ndarray) -> TransferTable:
-        """The boxes of an intersection, with the receiver [n] and the senders [n, contributors] of each."""
-        starts = intersection.source_start, intersection.target_start
-        steps = intersection.source_step, intersection.target_step
-        return cls(receiver, sender, *starts, intersection.extent, *steps, intersection.axes)
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[TransferTable]) -> TransferTable:
+    def of_parts(cls, parts: Sequence[Part]) -> TransferTable:
         """The rows of all parts, in their order."""
-        if len(parts) == 1:
-            return parts[0]
-        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
-        return cls(axes=parts[0].axes, **columns)
+        receiver, sender = (
+            np.concatenate([x[part.rows] for part, x in zip(parts, of_parts, strict=True)])
+            for of_parts in ([part.receiver for part in parts], [part.sender for part in parts])
+        )
+        sizes = [len(part.receiver[part.rows]) for part in parts]
+        columns = {name: _joined([part.columns(name) for part in parts], sizes) for name in _BOX_COLUMNS}
+        return cls(receiver, sender, axes=parts[0].boxes.axes, **columns)
+
+
+class Part(NamedTuple):
+    """Rows of a table: some of the boxes of an intersection.
+
+    Attributes:
+        boxes: the intersection.
+        receiver, sender: [n] and [n, contributors] those of each box.
+        rows: which of the boxes.
+    """
+
+    boxes: Intersection
+    receiver: np.ndarray
+    sender: np.ndarray
+    rows: slice = slice(None)
+
+    def columns(self, name: str) -> list[np.ndarray]:
+        """The columns of a field of the boxes: for each an array of the rows, or a single value."""
+        return [x if x.ndim == 0 else x[self.rows] for x in getattr(self.boxes, name)]
+
+
+def _joined(parts: Sequence[Sequence[np.ndarray]], sizes: Sequence[int]) -> np.ndarray:
+    """[n, columns] the columns of each part, of so many rows, one part after the other. A table of a single value is a
+    broadcast array: there may be many rows, and most steps are 1."""
+    columns = [x for of_part, size in zip(parts, sizes, strict=True) if size for x in of_part]
+    if columns and all(x.ndim == 0 and x == columns[0] for x in columns):
+        return np.broadcast_to(columns[0], (sum(sizes), len(parts[0])))
+    table, first = np.empty((len(parts[0]), sum(sizes)), dtype=np.int64), 0
+    for of_part, size in zip(parts, sizes, strict=True):
+        for row, x in zip(table, of_part, strict=True):
+            row[first : first + size] = x
+        first += size
+    return table.T
 
 
 _COLUMNS = tuple([f.name for f in fields(TransferTable) if f.name != "axes"])
+_BOX_COLUMNS = _COLUMNS[2:]
 
 
 def elements_into_nodes(table: TransferTable, node: np.ndarray) -> np.ndarray:

@@ -7,6 +7,8 @@ import numpy as np
 
 def distinct(values: np.ndarray) -> np.ndarray:
     """The distinct values of `values` [n], ascending."""
+    if (values[1:] > values[:-1]).all():
+        return values
     ascending = np.sort(values)
     begins = np.ones(len(ascending), dtype=bool)
     np.not_equal(ascending[1:], ascending[:-1], out=begins[1:])
@@ -16,4 +18,4 @@ def distinct(values: np.ndarray) -> np.ndarray:
 def numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct values of `values` [n], ascending, and the index [n] among them of each value."""
     found = distinct(values)
-    return found, np.searchsorted(found, values)
+    return found, np.arange(len(values)) if found is values else np.searchsorted(found, values)

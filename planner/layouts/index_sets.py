@@ -131,18 +131,18 @@ def elements_in_common(
 
 
 def spans_along(
-    extent: int, order: Sequence[int], mesh_shape: Sequence[int], coordinates: np.ndarray
+    extent: int, order: Sequence[int], mesh_shape: Sequence[int], coordinates: Sequence[np.ndarray] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Start and stop [n] of the spans that the ranks at `coordinates` [mesh dims, n] hold of a tensor dim.
+    """Start and stop of the spans that the ranks at `coordinates`, an array for each mesh dim, hold of a tensor dim.
 
     Args:
         order: the mesh dims that cut it, the first cut first; all cuts are plain.
+
+    Returns:
+        Arrays of the shape to which the coordinates along `order` broadcast.
     """
-    number = coordinates.shape[1]
-    if not order:
-        return np.zeros(number, dtype=np.int64), np.full(number, extent, dtype=np.int64)
-    start: Any = 0
-    stop: Any = extent
+    start: Any = np.int64(0)
+    stop: Any = np.int64(extent)
     for mesh_dim in order:
         size = -(-(stop - start) // mesh_shape[mesh_dim])
         start = np.minimum(start + coordinates[mesh_dim] * size, stop)
@@ -198,19 +198,18 @@ def overlaps_of_spans(
 
 
 def distinct_spans(
-    extent: int, cuts: Cuts, mesh_shape: Sequence[int], coordinates: np.ndarray
+    extent: int, cuts: Cuts, mesh_shape: Sequence[int], coordinates: Sequence[np.ndarray] | np.ndarray
 ) -> tuple[Spans, np.ndarray]:
-    """The spans of the distinct shards along a tensor dim, and the index of the shard of each rank at `coordinates`
-    [mesh dims, n]."""
+    """The spans of the distinct shards along a tensor dim, and the index of the shard of each rank at `coordinates`, an
+    array for each mesh dim: an array of the shape to which those of the cuts broadcast."""
     pairs = pairs_of(cuts)
-    key = np.zeros(coordinates.shape[1], dtype=np.int64)
+    sizes = [mesh_shape[m] for m, _ in pairs]
+    key = np.zeros((), dtype=np.int64)
     for m, _ in pairs:
         key = key * mesh_shape[m] + coordinates[m]
-    found, shard = numbered(key)
-    one = np.empty_like(found)  # a rank of each shard
-    one[shard] = np.arange(len(key))
-    index = coordinates[[m for m, _ in pairs]][:, one].T
-    return spans_of_shards(extent, [(mesh_shape[m], split) for m, split in pairs], index), shard
+    found, shard = numbered(key.reshape(-1))
+    index = np.stack(np.unravel_index(found, sizes), axis=1) if sizes else np.zeros((len(found), 0), dtype=np.int64)
+    return spans_of_shards(extent, [(mesh_shape[m], split) for m, split in pairs], index), shard.reshape(key.shape)
 
 
 def cells_meeting(extent: int, cuts: Cuts, mesh_shape: Sequence[int], wanted: Sequence[Span]) -> np.ndarray:

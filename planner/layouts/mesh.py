@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArgumentError, shown
-from .nodes import Nodes, nodes_of
 
 Coordinate = tuple[int, ...]
 Pair = tuple[int, int]  # size, stride
@@ -404,22 +403,6 @@ class Mesh:
         (own,) = self.positions_of(np.array([mesh.rank_at(position)])).tolist()
         return None if own < 0 else self.coordinate(own)
 
-    def on_node_of(self, ranks: np.ndarray, nodes: Nodes) -> np.ndarray:
-        """The positions on the node of each of `ranks`, in ascending order of ranks, padded with -1.
-
-        Args:
-            ranks: [n].
-            nodes: the node of each rank.
-
-        Returns:
-            [n, the largest number of ranks of the mesh on one node, at least 1]
-        """
-        ascending, positions = _by_node(self, nodes)
-        node = nodes_of(ranks, nodes)
-        low, high = np.searchsorted(ascending, node), np.searchsorted(ascending, node, side="right")
-        at = low[:, None] + np.arange(max(1, (high - low).max(initial=0)))
-        return np.where(at < high[:, None], positions[np.minimum(at, len(positions) - 1)], -1)
-
     def subgroup(self, position: int, dims: Sequence[int]) -> tuple[int, ...]:
         """The positions along `dims` through `position`, in row-major order.
 
@@ -436,15 +419,6 @@ class Mesh:
 
     def __str__(self) -> str:
         return "×".join(map(str, self.shape)) + (f" ({', '.join(self.names)})" if self.names else "")
-
-
-@lru_cache(maxsize=256)
-def _by_node(mesh: Mesh, nodes: Nodes) -> tuple[np.ndarray, np.ndarray]:
-    """[size] the nodes of the ranks in ascending order, and the position of each, on a node in ascending order of
-    ranks."""
-    node = nodes_of(mesh.rank_array, nodes)
-    positions = np.lexsort((mesh.rank_array, node))
-    return node[positions], positions
 
 
 @lru_cache(maxsize=256)

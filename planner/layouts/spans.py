@@ -108,7 +108,7 @@ def cut_shards(extent: int, spans: Spans, cut: tuple[int, int], shard: np.ndarra
     found = []
     for begin in range(0, max(len(shard), 1), at_once):
         batch = slice(begin, begin + at_once)
-        child, at = _ranges(first[batch], last[batch])
+        child, at = ranges(first[batch], last[batch])
         found.append(_cut_again(Spans(child, spans.start[at], spans.stop[at]), number, split, part[batch]))
     return _joined(found, at_once)
 
@@ -170,19 +170,19 @@ def shards_meeting(extent: int, cuts: Sequence[tuple[int, int]], wanted: np.ndar
         low, high = low + shift, high + shift
         # The pieces that each intersection runs through, then the parts of each piece.
         piece = -(-total // split)
-        at, pieces = _ranges(low // piece[shard], (high - 1) // piece[shard])
+        at, pieces = ranges(low // piece[shard], (high - 1) // piece[shard])
         shard, low, high = shard[at], low[at], high[at]
         begin = pieces * piece[shard]
         end = np.minimum(begin + piece[shard], total[shard])
         size = -(-(end - begin) // number)
-        at, part = _ranges((np.maximum(low, begin) - begin) // size, (np.minimum(high, end) - 1 - begin) // size)
+        at, part = ranges((np.maximum(low, begin) - begin) // size, (np.minimum(high, end) - 1 - begin) // size)
         shard, part = np.divmod(distinct(shard[at] * number + part), number)
         cells = np.concatenate([cells[shard], part[:, None]], axis=1)
         spans = cut_shards(extent, spans, (number, split), shard, part)
     return cells
 
 
-def _ranges(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def ranges(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The numbers from `first` [n] to `last`, both included, one range after the other: the index of the range, and
     the number."""
     count = last - first + 1
@@ -213,11 +213,22 @@ def intersections(
 
 
 def spans_in_common(a: Spans, b: Spans) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The intersections of the spans of disjoint shards `a` with those of disjoint shards `b`, ascending: index in `a`,
-    index in `b`, start, stop."""
-    order_a, order_b = np.argsort(a.start), np.argsort(b.start)
-    i, j, start, stop = intersections(a.start[order_a], a.stop[order_a], b.start[order_b], b.stop[order_b])
-    return order_a[i], order_b[j], start, stop
+    """The intersections of the spans of disjoint shards `a` with those of disjoint shards `b`: index in `a`, index in
+    `b`, start, stop. Sorted by the shard of `a`, then by that of `b`, then by start."""
+    if len(a.shard) < len(b.shard):
+        order = np.argsort(a.start)
+        j, i, start, stop = intersections(b.start, b.stop, a.start[order], a.stop[order])
+        i = order[i]
+    else:
+        order = np.argsort(b.start)
+        i, j, start, stop = intersections(a.start, a.stop, b.start[order], b.stop[order])
+        j = order[j]
+    # They are sorted by one of the shards, then by start; if there is one shard in `a` or in `b`, that is the order.
+    shards = a.shard[i] * (int(b.shard.max(initial=0)) + 1) + b.shard[j]
+    if (shards[1:] < shards[:-1]).any():
+        order = np.argsort(shards, kind="stable")
+        i, j, start, stop = i[order], j[order], start[order], stop[order]
+    return i, j, start, stop
 
 
 def runs_in_common(held: Spans, wanted: Spans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -228,10 +239,8 @@ def runs_in_common(held: Spans, wanted: Spans) -> tuple[np.ndarray, np.ndarray, 
         runs [n, 6], as in `common_runs`.
     """
     i, j, low, high = spans_in_common(held, wanted)
-    order = np.lexsort((low, wanted.shard[j], held.shard[i]))
-    i, j, length = i[order], j[order], (high - low)[order]
-    source, target = (spans.local[of] + low[order] - spans.start[of] for spans, of in ((held, i), (wanted, j)))
-    holder, receiver = held.shard[i], wanted.shard[j]
+    length, holder, receiver = high - low, held.shard[i], wanted.shard[j]
+    source, target = (low + (spans.local - spans.start)[of] for spans, of in ((held, i), (wanted, j)))
     # Spans that are adjacent in both shards are one.
     alike = (holder[1:] == holder[:-1]) & (receiver[1:] == receiver[:-1])
     begins = np.ones(len(length), dtype=bool)
@@ -249,16 +258,24 @@ def runs_in_common(held: Spans, wanted: Spans) -> tuple[np.ndarray, np.ndarray, 
     after = index + 1  # where the run that begins at each span ends
     pairs = np.flatnonzero(same)
     after[pairs] = breaks[np.searchsorted(breaks, pairs + 1)] + 1
-    starts, at, next_of = [], 0, after.tolist()
-    while at < len(next_of):
-        starts.append(at)
-        at = next_of[at]
-    run = np.array(starts, dtype=np.int64)
+    run = _reached(np.flatnonzero(np.append(True, ~same)) if len(length) else pairs, after)
     count = after[run] - run
     steps = np.concatenate([steps, np.ones((1, 2), dtype=np.int64)])[run]
     steps[count == 1] = 1
     runs = np.column_stack([source[run], target[run], count, length[run], steps])
     return holder[run], receiver[run], runs
+
+
+def _reached(starts: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """The indices, ascending, that are reached from some indices by steps from index i to `after[i]` > i, the number of
+    indices being the end."""
+    reached = np.zeros(len(after) + 1, dtype=bool)
+    reached[starts] = reached[-1] = True
+    after = np.append(after, len(after))
+    while not reached[further := after[reached]].all():
+        reached[further] = True
+        after = after[after]  # twice as many steps
+    return np.flatnonzero(reached[:-1])
 
 
 def _of_one(extent: int, parts: MeshParts) -> Spans:

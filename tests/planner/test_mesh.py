@@ -220,14 +220,3 @@ def test_mesh_methods_invalid_arguments(call: Callable[[Mesh], Mesh], text: str)
 def test_coordinate_position_out_of_range(position: int) -> None:
     with pytest.raises(ArgumentError, match=rf"rank: position {position} is outside the mesh \(2, 2\); allowed: 0..3"):
         Mesh((2, 2)).coordinate(position)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(meshes(), st.integers(1, 40), st.lists(st.integers(0, 200), max_size=8))
-def test_on_node_of(mesh: Mesh, node_size: int, ranks: list[int]) -> None:
-    position = {mesh.rank_at(p): p for p in range(mesh.size)}
-    positions = mesh.on_node_of(np.array(ranks, dtype=np.int64), node_size)
-    for rank, row in zip(ranks, positions.tolist(), strict=True):
-        first = rank // node_size * node_size
-        there = [position[r] for r in range(first, first + node_size) if r in position]
-        assert row == there + [-1] * (len(row) - len(there))
