@@ -165,6 +165,6 @@ def _runs_along(
     wanted_spans, receiver = distinct_spans(extent, wanted, wanted_mesh, receivers)
     of_holder, of_receiver, runs = runs_in_common(held_spans, wanted_spans)
     number = int(receiver.max(initial=-1)) + 1
-    keys, wanted_keys = of_holder * number + of_receiver, holder * number + receiver
-    first = np.searchsorted(keys, wanted_keys)
-    return runs, first, np.searchsorted(keys, wanted_keys, side="right") - first
+    count = np.bincount(of_holder * number + of_receiver, minlength=(int(holder.max(initial=-1)) + 1) * number)
+    first, pair = count.cumsum() - count, holder * number + receiver
+    return runs, first[pair], count[pair]

@@ -197,7 +197,7 @@ def _near_senders(
     firsts = distinct(base.reshape(-1))[:, None] + _offsets(mesh, change.reduced)
     holders = (firsts[..., None] + _offsets(mesh, change.replicas)).reshape(-1)
     of_node = nodes_of(mesh.rank_array[holders], nodes)
-    near = np.isin(of_node, node)
+    near = of_node == node if node.ndim == 0 else np.isin(of_node, node)
     first = firsts.repeat(math.prod(mesh.shape[m] for m in change.replicas))[near]
     holders, keys = holders[near], of_node[near] * mesh.size + first
     order = np.lexsort((mesh.rank_array[holders], keys))

@@ -53,14 +53,18 @@ class Spans(NamedTuple):
     @property
     def local(self) -> np.ndarray:
         """[n] the index in its shard at which each span begins."""
-        lengths = self.lengths
+        lengths, begins = self.lengths, np.ones(len(self.shard), dtype=bool)
         before = lengths.cumsum() - lengths
-        return before - before[np.searchsorted(self.shard, self.shard)] if len(before) else before
+        np.not_equal(self.shard[1:], self.shard[:-1], out=begins[1:])
+        return before - before[begins][begins.cumsum() - 1]
+
+    def ends(self, shards: int) -> np.ndarray:
+        """[shards + 1] the index of the first span of each shard, and the number of spans."""
+        return np.append(0, np.bincount(self.shard, minlength=shards).cumsum())
 
     def sizes(self, shards: int) -> np.ndarray:
         """[shards] the number of indices that each shard holds."""
-        total = np.concatenate([[0], self.lengths.cumsum()])
-        ends = np.searchsorted(self.shard, np.arange(shards + 1))
+        total, ends = np.append(0, self.lengths.cumsum()), self.ends(shards)
         return total[ends[1:]] - total[ends[:-1]]
 
 
@@ -102,7 +106,7 @@ def cut_shards(extent: int, spans: Spans, cut: tuple[int, int], shard: np.ndarra
         shard, part: [n] the shard that each one is a part of, and which part.
     """
     number, split = cut
-    ends = np.searchsorted(spans.shard, np.arange(int(shard.max(initial=-1)) + 2))
+    ends = spans.ends(int(shard.max(initial=-1)) + 1)
     first, last = ends[shard], ends[shard + 1] - 1
     at_once = _at_once(extent, split + int((last - first).max(initial=0)))
     found = []
