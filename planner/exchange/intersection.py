@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..layouts.index_sets import distinct_spans, parts_of, spans_along
-from ..layouts.layout import Cuts, Layout
+from ..layouts.index_sets import distinct_spans, is_strided, mesh_dims_of, spans_along
+from ..layouts.layout import Cuts, Layout, pairs_of
 from ..layouts.spans import MeshParts, ranges, runs_in_common
 from .pairs import Coordinates, Pairs
 
@@ -116,17 +116,24 @@ class FewPairs:
         receivers: Sequence[Sequence[int]],
     ) -> None:
         dims = sorted({d for d, _ in (*source.all_cuts, *target.all_cuts)})
+        ends = (source, source_mesh, holders), (target, target_mesh, receivers)
+        # The cuts of each tensor dim by the holders and by the receivers: (number of parts, split factor, mesh dim).
+        cuts = [[[(mesh[m], split, m) for m, split in pairs_of(x.cuts(d))] for d in dims] for x, mesh, _ in ends]
         indices: dict[tuple[int, MeshParts], int] = {}
-        self.pairs: list[list[tuple[int, int, int]]] = []
+
+        def cells(cuts: Sequence[Sequence[tuple[int, int, int]]], at: Sequence[int]) -> list[int]:
+            """For each tensor dim of `dims` the index of the part of the rank at a coordinate."""
+            parts = [
+                (d, tuple([(number, split, at[m]) for number, split, m in c])) for d, c in zip(dims, cuts, strict=True)
+            ]
+            return [indices.setdefault(cell, len(indices)) for cell in parts]
+
+        self.pairs = [
+            list(zip(dims, cells(cuts[0], holder), cells(cuts[1], receiver), strict=True))
+            for holder, receiver in zip(holders, receivers, strict=True)
+        ]
         """For each pair and each tensor dim that is cut: (tensor dim, index in `cells` of the held part, of the wanted
         part)."""
-        for holder, receiver in zip(holders, receivers, strict=True):
-            cut = []
-            for d in dims:
-                held = d, parts_of(source.cuts(d), source_mesh, tuple(holder))
-                wanted = d, parts_of(target.cuts(d), target_mesh, tuple(receiver))
-                cut.append((d, *[indices.setdefault(cell, len(indices)) for cell in (held, wanted)]))
-            self.pairs.append(cut)  # type: ignore[arg-type]
         self.cells = list(indices)
 
     def intersections(self, shape: Sequence[int]) -> Iterator[tuple[int, list[int], list[int], list[int]]]:
@@ -155,6 +162,23 @@ class FewPairs:
                 yield pair, source, target, extent
 
 
+def common_length(
+    extent: int, held: Cuts, held_mesh: Sequence[int], holders: Coordinates, wanted: Cuts,
+    wanted_mesh: Sequence[int], receivers: Coordinates,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """How many indices of a tensor dim holders and receivers have in common, and how many receivers want: arrays of the
+    shapes to which the coordinates broadcast."""
+    if not (is_strided(held) or is_strided(wanted)):
+        held_from, held_to = spans_along(extent, mesh_dims_of(held), held_mesh, holders)
+        wanted_from, wanted_to = spans_along(extent, mesh_dims_of(wanted), wanted_mesh, receivers)
+        common = np.minimum(held_to, wanted_to) - np.maximum(held_from, wanted_from)
+        return np.maximum(common, 0), wanted_to - wanted_from
+    runs, first, count = _runs_along(extent, held, held_mesh, holders, wanted, wanted_mesh, receivers)
+    total = np.append(0, (runs[:, 2] * runs[:, 3]).cumsum())
+    spans, receiver = distinct_spans(extent, wanted, wanted_mesh, receivers)
+    return total[first + count] - total[first], spans.sizes(int(receiver.max(initial=-1)) + 1)[receiver]
+
+
 def _runs_along(
     extent: int, held: Cuts, held_mesh: Sequence[int], holders: Coordinates, wanted: Cuts,
     wanted_mesh: Sequence[int], receivers: Coordinates,
@@ -164,7 +188,10 @@ def _runs_along(
     held_spans, holder = distinct_spans(extent, held, held_mesh, holders)
     wanted_spans, receiver = distinct_spans(extent, wanted, wanted_mesh, receivers)
     of_holder, of_receiver, runs = runs_in_common(held_spans, wanted_spans)
-    number = int(receiver.max(initial=-1)) + 1
-    count = np.bincount(of_holder * number + of_receiver, minlength=(int(holder.max(initial=-1)) + 1) * number)
-    first, pair = count.cumsum() - count, holder * number + receiver
-    return runs, first[pair], count[pair]
+    shards, number = int(holder.max(initial=-1)) + 1, int(receiver.max(initial=-1)) + 1
+    keys, pairs = of_holder * number + of_receiver, holder * number + receiver
+    if shards <= 1 or number <= 1:  # as for the pairs of one rank: as many keys as shards
+        count = np.bincount(keys, minlength=shards * number)
+        return runs, (count.cumsum() - count)[pairs], count[pairs]
+    first = np.searchsorted(keys, pairs)
+    return runs, first, np.searchsorted(keys, pairs, side="right") - first

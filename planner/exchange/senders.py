@@ -14,10 +14,9 @@ from functools import lru_cache
 import numpy as np
 
 from ..layouts.distinct import distinct
-from ..layouts.index_sets import elements_in_common, held_sizes, spans_along
 from ..layouts.mesh import Mesh
 from ..layouts.nodes import nodes_of
-from .intersection import FewPairs, intersect
+from .intersection import FewPairs, common_length, intersect
 from .layout_change import LayoutChange
 from .node_change import NodeChange, node_transfer_table
 from .pairs import Coordinates, Pairs, all_equal, all_pairs, joined, pairs_from, pairs_to, round_robin_index, row_major
@@ -239,35 +238,23 @@ def communicates(change: LayoutChange, shape: tuple[int, ...], table: TransferTa
     if change.shards_split:
         # An exact answer for a large mesh would take the boxes of all ranks.
         return is_large or transfer_table(change, shape).has_foreign_rows()
-    if change.is_strided:
-        return is_large or not all(_is_local_at(change, shape, p) for p in range(change.target_mesh.size))
+    if change.is_strided and is_large:
+        return True
     sizes = change.target_mesh.shape
     return any(_any_lacks(change, shape, first) for first in ([min(n, _FIRST_TRIED) for n in sizes], sizes))
 
 
 def _any_lacks(change: LayoutChange, shape: tuple[int, ...], first: Sequence[int]) -> bool:
     """Whether one of the ranks at the `first` coordinates along each dim of the target mesh does not hold all of its
-    target shard, without strided shards."""
+    target shard."""
     mesh, other = change.target_mesh, change.source_mesh
     at = held_at = np.indices(first, dtype=np.int64, sparse=True)
-    wanted, inside = np.array(True), np.array(True)
+    wants, lacks = np.array(True), np.array(False)
     if change.is_cross_mesh:
         itself = other.positions_of(mesh.rank_array[row_major(at, mesh)])
-        held_at, inside = np.unravel_index(np.maximum(itself, 0), other.shape), itself >= 0
+        held_at, lacks = np.unravel_index(np.maximum(itself, 0), other.shape), itself < 0
     for d, extent in enumerate(shape):
-        wanted_from, wanted_to = spans_along(extent, change.target.order(d), mesh.shape, at)
-        held_from, held_to = spans_along(extent, change.source.order(d), other.shape, held_at)
-        wanted = wanted & (wanted_from < wanted_to)
-        inside = inside & (held_from <= wanted_from) & (wanted_to <= held_to)
-    return bool((wanted & ~inside).any())
-
-
-def _is_local_at(change: LayoutChange, shape: tuple[int, ...], position: int) -> bool:
-    """Whether the rank at `position` of the target mesh already holds its target shard."""
-    mesh, other = change.target_mesh, change.source_mesh
-    at, held_at = mesh.coordinate(position), other.coordinate_of(position, mesh)
-    wanted = math.prod(held_sizes(shape, change.target, mesh.shape, at))
-    if held_at is None:
-        return wanted == 0
-    held = other.shape, held_at
-    return elements_in_common(shape, change.source, held, change.target, (mesh.shape, at)) == wanted
+        held, wanted = (change.source.cuts(d), other.shape, held_at), (change.target.cuts(d), mesh.shape, at)
+        common, length = common_length(extent, *held, *wanted)
+        wants, lacks = wants & (length > 0), lacks | (common < length)
+    return bool((wants & lacks).any())

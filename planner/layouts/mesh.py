@@ -155,7 +155,7 @@ class Mesh:
     @cached_property
     def rank_array(self) -> np.ndarray:
         """[size] the rank at each row-major position."""
-        index = _sums(self.offset, [pair for pairs in self.dims for pair in pairs])
+        index = _sums(self.offset, _coalesced([pair for pairs in self.dims for pair in pairs]))
         return index if self.table is None else np.array(self.table)[index]
 
     def dim(self, given: int | str) -> int:

@@ -60,12 +60,19 @@ class Spans(NamedTuple):
 
     def ends(self, shards: int) -> np.ndarray:
         """[shards + 1] the index of the first span of each shard, and the number of spans."""
-        return np.append(0, np.bincount(self.shard, minlength=shards).cumsum())
+        return _sums(np.bincount(self.shard, minlength=shards))
 
     def sizes(self, shards: int) -> np.ndarray:
         """[shards] the number of indices that each shard holds."""
-        total, ends = np.append(0, self.lengths.cumsum()), self.ends(shards)
+        total, ends = _sums(self.lengths), self.ends(shards)
         return total[ends[1:]] - total[ends[:-1]]
+
+
+def _sums(values: np.ndarray) -> np.ndarray:
+    """[n + 1] the sums of the first values [n], from none to all."""
+    sums = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums
 
 
 def cut(span: Span, parts: int, index: int | range) -> Span:
