@@ -24,6 +24,7 @@ from .transfer_table import FILL, Part, Row, TransferTable
 
 _MAX_CACHED_GROUP = 64  # ranks that exchange with each other, up to which the pairs for any shape are cached
 _MAX_SCALAR_PAIRS = 64  # pairs up to which Python numbers are faster than arrays
+_MAX_JOINED_PAIRS = 2048  # pairs up to which one list of all is faster than the grids of those received and sent
 _MAX_EXACT_RANKS = 1024  # ranks of a mesh up to which `communicates` looks at all shards where it has no closed form
 _FIRST_TRIED = 3  # coordinates of the ranks at which it looks first: they hold most, and usually decide
 
@@ -91,34 +92,34 @@ class _PairsOfRank:
     tensors of `shape` or (None) of any shape, from which the table for each shape is made."""
 
     def __init__(self, change: LayoutChange, rank: int, shape: tuple[int, ...] | None = None) -> None:
-        self.change, self.rank = change, rank
-        self.received, sent = pairs_to(change, rank, shape), pairs_from(change, rank, shape)
-        self.received_ends, (receiver, sender) = _ends(change, self.received), _ends(change, sent)
+        self.change = change
+        received, sent = pairs_to(change, rank, shape), pairs_from(change, rank, shape)
+        received_ends, (receiver, sender) = _ends(change, received), _ends(change, sent)
         rows = np.flatnonzero((sender == rank).any(axis=1) & (receiver != rank))
         rows = rows[np.argsort(receiver[rows], kind="stable")]
-        self.sent, self.sent_ends = sent.select(rows), (receiver[rows], sender[rows])
-        self.few: FewPairs | None = None  # if Python numbers are faster than arrays
-        if shape is None and len(self.received) + len(rows) <= _MAX_SCALAR_PAIRS and not change.is_strided:
-            before = int(np.searchsorted(self.sent_ends[0], rank))
-            parts = [self.sent.select(np.arange(before)), self.received, self.sent.select(np.arange(before, len(rows)))]
-            holders, receivers = (
-                np.stack(x, axis=1).tolist() for x in (joined(parts).holders, joined(parts).receivers)
-            )
+        before = int(np.searchsorted(receiver[rows], rank))
+
+        def of_sent(rows: np.ndarray) -> tuple[Pairs, Ends]:
+            return sent.select(rows), (receiver[rows], sender[rows])
+
+        self.parts = [of_sent(rows[:before]), (received, received_ends), of_sent(rows[before:])]
+        number = len(received) + len(rows)
+        if number <= _MAX_JOINED_PAIRS:
+            pairs, ends = zip(*self.parts, strict=True)
+            of_receivers, of_senders = zip(*ends, strict=True)
+            self.parts = [(joined(pairs), (np.concatenate(of_receivers), np.concatenate(of_senders)))]
+        self.few: FewPairs | None = None
+        if shape is None and number <= _MAX_SCALAR_PAIRS and not change.is_strided:
+            ((every, (of_receiver, of_sender)),) = self.parts
+            holders, receivers = (np.stack(x, axis=1).tolist() for x in (every.holders, every.receivers))
             self.few = FewPairs(
                 change.source, change.source_mesh.shape, holders, change.target, change.target_mesh.shape, receivers
             )
-            ends = zip(self.sent_ends, self.received_ends, strict=True)
-            self.receiver, self.sender = (
-                np.concatenate([sent[:before], received, sent[before:]]).tolist() for sent, received in ends
-            )
+            self.receiver, self.sender = of_receiver.tolist(), of_sender.tolist()
 
     def table(self, shape: tuple[int, ...]) -> TransferTable:
         if self.few is None:
-            received = _part(self.change, shape, self.received, self.received_ends)
-            sent = _part(self.change, shape, self.sent, self.sent_ends)
-            before = int(np.searchsorted(sent.receiver, self.rank))
-            first, last = (sent._replace(rows=rows) for rows in (slice(before), slice(before, None)))
-            return TransferTable.of_parts([first, received, last])
+            return TransferTable.of_parts([_part(self.change, shape, *part) for part in self.parts])
         ones = [1] * len(shape)
         rows = [
             Row(self.receiver[pair], self.sender[pair], source, target, extent, ones, ones)

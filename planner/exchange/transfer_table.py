@@ -118,32 +118,18 @@ class TransferTable:
     @classmethod
     def of_parts(cls, parts: Sequence[Part]) -> TransferTable:
         """The rows of all parts, in their order."""
-        receiver, sender = (
-            np.concatenate([x[part.rows] for part, x in zip(parts, of_parts, strict=True)])
-            for of_parts in ([part.receiver for part in parts], [part.sender for part in parts])
-        )
-        sizes = [len(part.receiver[part.rows]) for part in parts]
-        columns = {name: _joined([part.columns(name) for part in parts], sizes) for name in _BOX_COLUMNS}
+        sizes = [len(part.receiver) for part in parts]
+        columns = {name: _joined([getattr(part.boxes, name) for part in parts], sizes) for name in _BOX_COLUMNS}
+        receiver, sender = (np.concatenate(x) for x in zip(*[part[1:] for part in parts], strict=True))
         return cls(receiver, sender, axes=parts[0].boxes.axes, **columns)
 
 
 class Part(NamedTuple):
-    """Rows of a table: some of the boxes of an intersection.
-
-    Attributes:
-        boxes: the intersection.
-        receiver, sender: [n] and [n, contributors] those of each box.
-        rows: which of the boxes.
-    """
+    """Rows of a table: the boxes of an intersection, and the receiver [n] and the senders [n, contributors] of each."""
 
     boxes: Intersection
     receiver: np.ndarray
     sender: np.ndarray
-    rows: slice = slice(None)
-
-    def columns(self, name: str) -> list[np.ndarray]:
-        """The columns of a field of the boxes: for each an array of the rows, or a single value."""
-        return [x if x.ndim == 0 else x[self.rows] for x in getattr(self.boxes, name)]
 
 
 def _joined(parts: Sequence[Sequence[np.ndarray]], sizes: Sequence[int]) -> np.ndarray:
