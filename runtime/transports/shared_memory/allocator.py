@@ -336,9 +336,11 @@ class Allocator(Generic[Memory]):
 
     def _excess(self, allowed: int) -> int:
         """The bytes of pages of free pieces that exceed `allowed`. Pieces that were not written whole, as where fewer
-        rows came than there was room for, have fewer pages than they count."""
+        rows came than there was room for, have fewer pages than they count; if nothing is allowed, they go too."""
+        if not allowed:
+            return self.free
         self._written = min(self._written, self.free)
-        if self._written > allowed > 0:
+        if self._written > allowed:
             self._written = min(self.free, sum(segment.resident() for segment in self.segments))
         return self._written - allowed
 

@@ -185,9 +185,9 @@ class PrivateSegment:
         """Does nothing: pages are allocated on use."""
 
     def resident(self) -> int:
-        """The bytes of pages that the segment has."""
+        """The bytes of pages that the segment has, or a bound of them."""
         of_pages = np.empty(self.nbytes // mmap.PAGESIZE, np.uint8)  # the lowest bit of each: whether it is there
-        if _mincore(self.address, self.nbytes, of_pages.ctypes.data):
+        if platform.system() != "Linux" or _mincore(self.address, self.nbytes, of_pages.ctypes.data):
             return self.nbytes
         return int(np.count_nonzero(of_pages & 1)) * mmap.PAGESIZE
 
@@ -265,9 +265,9 @@ class _Timespec(ctypes.Structure):
 
 
 if platform.system() == "Linux":
-    _syscall = ctypes.CDLL(None).syscall
+    _libc = ctypes.CDLL(None)
+    _syscall, _mincore = _libc.syscall, _libc.mincore
     _syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.POINTER(_Timespec)]
-    _mincore = ctypes.CDLL(None).mincore
     _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 

@@ -80,6 +80,13 @@ def test_pages_that_were_never_written_do_not_count(new_segment) -> None:
     assert 1 * MIB <= resident() <= 8 * MIB and resident() % (MIB // 4) == 0
     allocator.trim(0)
     assert resident() == allocator.free == 0
+    use(0)
+    allocator.trim()
+    assert resident() == 0 and allocator.free == 64 * MIB
+    allocator.trim(0)
+    assert allocator.free == 0, "pieces without pages go too if nothing may be kept"
+    allocator.close()
+    assert not allocator.segments
 
 
 def many_calls(rank: int, most_kept: int | None, calls: int) -> int:
