@@ -30,6 +30,8 @@ _QUEUE = 8
 """The number of returned pieces that may stay in the queue, from which the next call takes them at less cost."""
 _LARGEST_QUEUED = 1 << 20
 """Bytes of a piece that may stay in the queue, if the limit is large compared to the whole queue."""
+_LEAST_MEASURED = 1 << 20
+"""Bytes of a piece from which on its pages are measured. Smaller ones count whole."""
 
 
 def block_size(nbytes: int) -> int:
@@ -47,12 +49,14 @@ class Piece:
         home: the free pieces of its size class, the last one freed at the end.
         pages: the page that it shares with other pieces of its class; None if it has pages of its own.
         taken: of pages: the number of pieces on them that are in use.
+        resident: of free pages: the bytes that the system has allocated, or all bytes until that is measured.
     """
 
-    __slots__ = ("__weakref__", "address", "home", "nbytes", "pages", "taken")
+    __slots__ = ("__weakref__", "address", "home", "nbytes", "pages", "resident", "taken")
 
     def __init__(self, address: int, nbytes: int, home: deque[Piece], pages: Piece | None = None) -> None:
         self.address, self.nbytes, self.home, self.pages, self.taken = address, nbytes, home, pages, 0
+        self.resident = nbytes
 
 
 class Gaps:
@@ -115,7 +119,8 @@ class Allocator(Generic[Memory]):
 
     Attributes:
         allocated: bytes of pages in use.
-        free: bytes of free pieces that are kept, of which some pages may never have been written.
+        free: bytes of free pages that are kept, as far as they have been measured. A piece that was not written whole,
+            as where fewer rows came than there was room for, has fewer pages than bytes.
         ready: bytes of `allocated` in receive buffers that are kept between calls; the limit counts them as free.
         limit: of `free` and `ready` together, in bytes; None: DEFAULT_LIMIT, or as much `free` as `allocated`.
     """
@@ -131,7 +136,7 @@ class Allocator(Generic[Memory]):
         self._gaps = Gaps()
         self._lock = threading.Lock()
         self._unchecked = 0
-        self._written = 0  # a bound of the bytes of pages that free pieces have
+        self._unmeasured: dict[Piece, None] = {}
         self._closed = self._frozen = self._missed = False
         self._bound_by(limit)
         allocators.add(self)
@@ -160,7 +165,8 @@ class Allocator(Generic[Memory]):
             pages = piece.pages or piece
             if not pages.taken:
                 del self._kept[pages]
-                self.free -= pages.nbytes
+                self._unmeasured.pop(pages, None)
+                self.free -= pages.resident
                 self.allocated += pages.nbytes
             pages.taken += 1
         if self._missed:
@@ -200,7 +206,9 @@ class Allocator(Generic[Memory]):
                 self._kept[pages] = None
                 self.allocated -= pages.nbytes
                 self.free += pages.nbytes
-                self._written += pages.nbytes
+                pages.resident = pages.nbytes
+                if pages.nbytes >= _LEAST_MEASURED:
+                    self._unmeasured[pages] = None
 
     def set_limit(self, limit: int | None) -> None:
         self._bound_by(limit)
@@ -228,6 +236,12 @@ class Allocator(Generic[Memory]):
         with self._lock:
             self._trim(self._allowed() if allowed is None else allowed)
         self.settle()
+
+    def free_pages(self) -> int:
+        """`free`, all of it measured."""
+        with self._lock:
+            self._measure()
+            return self.free
 
     def freeze(self) -> None:
         """Return no more pages: a peer may still be writing."""
@@ -262,26 +276,26 @@ class Allocator(Generic[Memory]):
         if larger:
             piece = self._idle[larger].pop()
             del self._kept[piece]
+            self._unmeasured.pop(piece, None)
             self._give_back(piece.address + size, larger - size)
-            self.free -= larger
+            self.free -= piece.resident
             address = piece.address
         else:
             address = self._new_pages(size)
         piece = Piece(address, size, home)
         self._kept[piece] = None
         self.free += size
-        self._written += size
         return piece
 
     def _new_pages(self, size: int) -> int:
         self._unchecked += size
         if self._unchecked >= _CHECKED_EVERY:
             self._unchecked = 0
-            if self.free and is_short_of_memory(size):
+            if self._kept and is_short_of_memory(size):
                 self._trim(0)
         try:
             return self._reserved(size)
-        except OSError:
+        except (OSError, TransportError):  # pieces without pages take addresses, which may be limited
             self._trim(0)
         try:
             return self._reserved(size)
@@ -323,26 +337,30 @@ class Allocator(Generic[Memory]):
         """Return the pages of free pieces that exceed `allowed` bytes. The lock is held."""
         self._take_back()
         if not self._frozen or self._closed:
-            if self._kept and (last := next(reversed(self._kept))).nbytes > allowed and self._excess(allowed) > 0:
-                self._drop(last)  # it exceeds the limit alone: keep the others
-            while (excess := self._excess(allowed)) > 0:
-                most = self.free - excess
-                while self.free > most:
+            if not allowed:
+                while self._kept:
                     self._drop(next(iter(self._kept)))
+            elif self.free > allowed:
+                self._measure()
+            if self.free > allowed:
+                # A piece that exceeds the limit alone goes first, so that others stay; then the least recently used.
+                last = next(reversed(self._kept))
+                for pages in [last] * (last.resident > allowed) + [*self._kept]:
+                    if self.free > allowed and pages.resident and pages in self._kept:
+                        self._drop(pages)
         if self._closed:
             for segment in [s for s in self.segments if self._gaps.has(s.address, s.nbytes - _PAGE)]:
                 self._gaps.drop(segment.address)
                 self.segments.remove(segment)
 
-    def _excess(self, allowed: int) -> int:
-        """The bytes of pages of free pieces that exceed `allowed`. Pieces that were not written whole, as where fewer
-        rows came than there was room for, have fewer pages than they count; if nothing is allowed, they go too."""
-        if not allowed:
-            return self.free
-        self._written = min(self._written, self.free)
-        if self._written > allowed:
-            self._written = min(self.free, sum(segment.resident() for segment in self.segments))
-        return self._written - allowed
+    def _measure(self) -> None:
+        """Count the pages of free pieces that have not been measured since they were freed. The lock is held."""
+        for piece in self._unmeasured:
+            segment = self._segment_at(piece.address)
+            self.free -= piece.resident
+            piece.resident = min(piece.nbytes, segment.resident(piece.address - segment.address, piece.nbytes))
+            self.free += piece.resident
+        self._unmeasured.clear()
 
     def _drop(self, pages: Piece) -> None:
         """Make a gap of a free piece; if pieces of its class share pages, of all free pages of the class."""
@@ -356,7 +374,8 @@ class Allocator(Generic[Memory]):
             pages.home.remove(pages)
         for each in dropped:
             del self._kept[each]
-            self.free -= each.nbytes
+            self._unmeasured.pop(each, None)
+            self.free -= each.resident
             self._give_back(each.address, each.nbytes)
 
     def _give_back(self, address: int, nbytes: int) -> None:

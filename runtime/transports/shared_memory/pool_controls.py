@@ -20,8 +20,8 @@ class PoolMemory:
     Attributes:
         allocated: in use by tensors, in whole pages, rounded up by at most an eighth.
         ready: in use by receive buffers that are kept between calls.
-        free: not in use, and kept for the next calls, whether written or not.
-        limit: the current limit of `ready` and `free` together, of which pages that were never written do not count.
+        free: pages that are not in use, and kept for the next calls. Pages that were never written do not count.
+        limit: the current limit of `ready` and `free` together.
     """
 
     allocated: int
@@ -93,6 +93,6 @@ def pool_memory() -> PoolMemory:
     return PoolMemory(
         allocated=allocated - ready,
         ready=ready,
-        free=sum(a.free for a in current),
+        free=sum(a.free_pages() for a in current),
         limit=max(DEFAULT_LIMIT, allocated + ready) if limit is None else limit,
     )

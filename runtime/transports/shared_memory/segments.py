@@ -27,7 +27,6 @@ from ....errors import TransportError
 from ...environment import requested_segments
 
 NAMED_FOLDER = "/dev/shm"
-_BLOCK = 512  # bytes, of `st_blocks`
 _serial = itertools.count(1)  # of this process's named segments
 
 
@@ -157,9 +156,9 @@ class Segment:
         if self.named:
             os.posix_fallocate(self._descriptor, offset, nbytes)
 
-    def resident(self) -> int:
-        """The bytes of pages that the segment has."""
-        return os.fstat(self._descriptor).st_blocks * _BLOCK
+    def resident(self, offset: int, nbytes: int) -> int:
+        """The bytes of pages that a part has: in a named segment all of them (`reserve`)."""
+        return nbytes if self.named else _resident(self.address + offset, nbytes)
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return pages to the system, even if peers have them mapped. They are zeros when used again."""
@@ -184,12 +183,9 @@ class PrivateSegment:
     def reserve(self, offset: int, nbytes: int) -> None:
         """Does nothing: pages are allocated on use."""
 
-    def resident(self) -> int:
-        """The bytes of pages that the segment has, or a bound of them."""
-        of_pages = np.empty(self.nbytes // mmap.PAGESIZE, np.uint8)  # the lowest bit of each: whether it is there
-        if platform.system() != "Linux" or _mincore(self.address, self.nbytes, of_pages.ctypes.data):
-            return self.nbytes
-        return int(np.count_nonzero(of_pages & 1)) * mmap.PAGESIZE
+    def resident(self, offset: int, nbytes: int) -> int:
+        """The bytes of pages that a part has."""
+        return _resident(self.address + offset, nbytes)
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return pages to the system. They are zeros when used again."""
@@ -269,6 +265,15 @@ if platform.system() == "Linux":
     _syscall, _mincore = _libc.syscall, _libc.mincore
     _syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.POINTER(_Timespec)]
     _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def _resident(address: int, nbytes: int) -> int:
+    """The bytes of pages in memory of a range of this process that begins at a page; all of them where the system does
+    not tell. Pages that were swapped out are not in memory."""
+    of_pages = np.empty(-(-nbytes // mmap.PAGESIZE), np.uint8)  # the lowest bit of each: whether it is there
+    if platform.system() != "Linux" or _mincore(address, nbytes, of_pages.ctypes.data):
+        return nbytes
+    return int(np.count_nonzero(of_pages & 1)) * mmap.PAGESIZE
 
 
 def sleep_on(address: int, value: int, seconds: float) -> None:

@@ -7,7 +7,9 @@ import math
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
+from shardweave.errors import TransportError
 from shardweave.runtime.transports.shared_memory import receive_buffers
-from shardweave.runtime.transports.shared_memory.allocator import Allocator
+from shardweave.runtime.transports.shared_memory.allocator import Allocator, Piece
 from shardweave.runtime.transports.shared_memory.receive_buffers import ReceiveBuffers
 from shardweave.runtime.transports.shared_memory.segments import PrivateSegment, Segment
 
@@ -49,44 +52,81 @@ def test_receive_buffers_drop_least_recently_used(monkeypatch: pytest.MonkeyPatc
     assert allocator.ready == 0 and kept.have_room(1000) and not kept.have_room(1001)
 
 
-@pytest.mark.plan
-@pytest.mark.parametrize("new_segment", [lambda nbytes: Segment("shardweave-test", nbytes, False), PrivateSegment])
-def test_pages_that_were_never_written_do_not_count(new_segment) -> None:
-    allocator = Allocator("shardweave-test", new_segment, 8 * MIB)
+NEW_SEGMENTS = pytest.mark.parametrize(
+    "new_segment",
+    [lambda nbytes: Segment("shardweave-test", nbytes, False), PrivateSegment],
+    ids=["shared", "private"],
+)
 
-    def use(written: int) -> int:
-        """The address of a piece of 64 MiB that was taken, of which the first bytes were written, and given back."""
-        piece = allocator.take(allocator.idle(64 * MIB), 64 * MIB)
+
+class Pool:
+    """An allocator whose pieces are taken, written in part, and given back."""
+
+    def __init__(self, new_segment: Callable[[int], Any], limit: int) -> None:
+        self.allocator = Allocator("shardweave-test", new_segment, limit)
+
+    def take(self, nbytes: int, written: int) -> Piece:
+        piece = self.allocator.take(self.allocator.idle(nbytes), nbytes)
         ctypes.memset(piece.address, 1, written)
-        allocator.give_back(piece)
+        return piece
+
+    def use(self, nbytes: int, written: int) -> int:
+        """The address of a piece that was taken, of which the first bytes were written, and given back."""
+        piece = self.take(nbytes, written)
+        self.allocator.give_back(piece)
         return piece.address
 
-    def resident() -> int:
-        return sum(segment.resident() for segment in allocator.segments)
+    def resident(self) -> int:
+        return sum(segment.resident(0, segment.nbytes) for segment in self.allocator.segments)
 
-    address = use(5 * MIB)
-    assert resident() == 5 * MIB and allocator.free == 64 * MIB
-    small = [allocator.take(allocator.idle(MIB // 4), MIB // 4) for _ in range(8)]
+
+@pytest.mark.plan
+@NEW_SEGMENTS
+def test_pages_that_were_never_written_do_not_count(new_segment: Callable[[int], Any]) -> None:
+    pool = Pool(new_segment, 8 * MIB)
+    live = pool.take(100 * MIB, 100 * MIB)  # what is in use does not count
+    address = pool.use(64 * MIB, 5 * MIB)
+    assert pool.resident() == 105 * MIB and pool.allocator.free == 5 * MIB
+    pool.allocator.give_back(live)
+    assert pool.resident() == 5 * MIB, "a piece that exceeds the limit goes back"
+    small = [pool.take(MIB // 4, MIB // 4) for _ in range(8)]
     for piece in small:
-        ctypes.memset(piece.address, 1, piece.nbytes)
-        allocator.give_back(piece)
-    assert use(5 * MIB) == address, "it was kept"
-    assert resident() == 7 * MIB and allocator.free == 66 * MIB
-    assert use(9 * MIB) == address
-    assert resident() == 2 * MIB and allocator.free == 2 * MIB, (
-        "a piece that exceeds the limit goes back; the others stay"
-    )
-    use(7 * MIB)
-    assert 1 * MIB <= resident() <= 8 * MIB and resident() % (MIB // 4) == 0
-    allocator.trim(0)
-    assert resident() == allocator.free == 0
-    use(0)
-    allocator.trim()
-    assert resident() == 0 and allocator.free == 64 * MIB
-    allocator.trim(0)
-    assert allocator.free == 0, "pieces without pages go too if nothing may be kept"
-    allocator.close()
-    assert not allocator.segments
+        pool.allocator.give_back(piece)
+    assert pool.use(64 * MIB, 5 * MIB) == address, "it was kept"
+    assert pool.resident() == pool.allocator.free_pages() == 7 * MIB
+    assert pool.use(64 * MIB, 9 * MIB) == address
+    assert pool.resident() == pool.allocator.free_pages() == 2 * MIB, "the others stay"
+    pool.use(64 * MIB, 7 * MIB)
+    assert 7 * MIB <= pool.resident() == pool.allocator.free_pages() <= 8 * MIB, "the least recently used went back"
+
+
+@pytest.mark.plan
+@NEW_SEGMENTS
+def test_pieces_without_pages_go_if_nothing_may_be_kept(new_segment: Callable[[int], Any]) -> None:
+    pool = Pool(new_segment, 8 * MIB)
+    address = pool.use(64 * MIB, 0)
+    pool.allocator.trim()
+    assert pool.resident() == pool.allocator.free_pages() == 0
+    assert pool.use(64 * MIB, 0) == address, "it was kept"
+    pool.allocator.close()
+    assert not pool.allocator.segments
+
+
+@pytest.mark.plan
+@NEW_SEGMENTS
+def test_addresses_of_pieces_without_pages_are_used_again(new_segment: Callable[[int], Any]) -> None:
+    mapped = []
+
+    def limited(nbytes: int) -> Any:
+        if sum(mapped) + nbytes > 256 * MIB:
+            raise TransportError("no more addresses")
+        mapped.append(nbytes)
+        return new_segment(nbytes)
+
+    pool = Pool(limited, 8 * MIB)
+    for nbytes in (20, 28, 36, 52, 60, 72, 88, 104):  # of size classes that are not cut from each other
+        pool.use(nbytes * MIB, MIB)
+    assert len(mapped) > 1 and pool.resident() <= 8 * MIB
 
 
 def many_calls(rank: int, most_kept: int | None, calls: int) -> int:
