@@ -228,7 +228,7 @@ def has_contiguous_rows(x: torch.Tensor) -> bool:
 
 def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     """`x` [n, H] with the elements of each row adjacent: itself or a copy."""
-    return x if x.stride(1) == 1 or has_contiguous_rows(x) else x.contiguous()
+    return x if x.stride(1) == 1 or has_contiguous_rows(x) else x.contiguous()  # the first test saves a call
 
 
 def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype: torch.dtype) -> None:

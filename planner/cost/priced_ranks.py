@@ -261,7 +261,7 @@ def _shards_and_pieces(ranks: PricedRanks, cuts: Cuts) -> tuple[int, int]:
 def _spans(ranks: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
     """Start and stop [q] of what each rank holds of a tensor dim that no strided shard cuts."""
     start, stop = spans_along(extent, mesh_dims_of(cuts), ranks.mesh.shape, ranks.coordinates)
-    return (start, stop) if cuts else (np.full(len(ranks.positions), start), np.full(len(ranks.positions), stop))
+    return np.broadcast_to(start, len(ranks.positions)), np.broadcast_to(stop, len(ranks.positions))
 
 
 @lru_cache(maxsize=256)

@@ -63,14 +63,14 @@ def intersect(
             meets = meets if of_dim.all() else meets & of_dim
     pair = None
     if not meets.all():
-        pair = np.flatnonzero(pairs.each_value(meets))
+        pair = np.flatnonzero(pairs.values(meets))
         pairs = pairs.select(pair)
     runs: dict[int, np.ndarray] = {}
     for d in strided:
         of_dim, first, count = _runs_along(
             shape[d], source.cuts(d), source_mesh, pairs.holders, target.cuts(d), target_mesh, pairs.receivers
         )
-        first, count = pairs.each_value(first), pairs.each_value(count)
+        first, count = pairs.values(first), pairs.values(count)
         if (count != 1).any():
             index, first = ranges(first, first + count - 1)
             pair = index if pair is None else pair[index]
@@ -87,7 +87,7 @@ def intersect(
             common.source_step.append(source_step)
             common.target_step.append(target_step)
         else:
-            source_start, target_start, length = map(pairs.values, plain[d])
+            source_start, target_start, length = map(pairs.compact, plain[d])
         common.source_start.append(source_start)
         common.target_start.append(target_start)
         common.extent.append(length)

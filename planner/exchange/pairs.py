@@ -26,7 +26,7 @@ class Pairs:
     tensor dim.
 
     A coordinate varies along few axes. What follows from a few coordinates is computed for these alone, by
-    broadcasting, and not once for each pair.
+    broadcasting, and not once for each pair. An array without axes is a value that all pairs have.
 
     Args:
         shape: the shape of the grid.
@@ -53,7 +53,7 @@ class Pairs:
         assert self.entries is not None
         return np.unravel_index(self.entries, self.shape) if len(self.shape) > 1 else (self.entries,)
 
-    def values(self, of_grid: np.ndarray) -> np.ndarray:
+    def compact(self, of_grid: np.ndarray) -> np.ndarray:
         """[n] the value of each pair, given an array that broadcasts to the grid; a single one as it is. Read-only."""
         if of_grid.ndim == 0:
             return of_grid
@@ -61,16 +61,16 @@ class Pairs:
             return np.broadcast_to(of_grid, self.shape).reshape(-1)
         return of_grid[tuple([0 if n == 1 else i for n, i in zip(of_grid.shape, self._index, strict=True)])]
 
-    def each_value(self, of_grid: np.ndarray) -> np.ndarray:
-        """`values` as an array [n] in every case."""
-        return np.broadcast_to(self.values(of_grid), len(self))
+    def values(self, of_grid: np.ndarray) -> np.ndarray:
+        """[n] the value of each pair, given an array that broadcasts to the grid. Read-only."""
+        return np.broadcast_to(self.compact(of_grid), len(self))
 
     @cached_property
-    def each(self) -> Pairs:
+    def flattened(self) -> Pairs:
         """The same pairs as a grid of one axis, unless they are a whole grid."""
         if self.entries is None:
             return self
-        receivers, holders = ([self.values(x) for x in at] for at in (self.receivers, self.holders))
+        receivers, holders = ([self.compact(x) for x in at] for at in (self.receivers, self.holders))
         return Pairs((len(self),), receivers, holders)
 
 
@@ -83,7 +83,7 @@ def joined(parts: Sequence[Pairs]) -> Pairs:
         rows = slice(first, first := first + len(pairs))
         for to, at in ((receivers, pairs.receivers), (holders, pairs.holders)):
             for m, x in enumerate(at):
-                to[m, rows] = pairs.values(x)
+                to[m, rows] = pairs.compact(x)
     return Pairs((n,), list(receivers), list(holders))
 
 
@@ -131,7 +131,7 @@ def pairs_from(change: LayoutChange, rank: int, shape: tuple[int, ...] | None = 
     holders = [me[m] if m in cut else x for m, x in enumerate(_on_other_mesh(change, receivers, mesh))]
     pairs = Pairs(size, receivers, holders)
     may_send = np.asarray(_may_send(change, me, receivers, holders))
-    return pairs if may_send.all() else pairs.select(np.flatnonzero(pairs.each_value(may_send)))
+    return pairs if may_send.all() else pairs.select(np.flatnonzero(pairs.values(may_send)))
 
 
 def _may_send(change: LayoutChange, me: Coordinates, receivers: Coordinates, holders: Coordinates) -> np.ndarray:

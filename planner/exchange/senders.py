@@ -133,14 +133,15 @@ _cached_pairs = lru_cache(maxsize=1024)(_PairsOfRank)
 
 def _ends(change: LayoutChange, pairs: Pairs) -> Ends:
     """The positions of the receiver [n] and of the senders [n, contributors] of each pair."""
-    source_mesh, target_mesh, positions, each = change.source_mesh, change.target_mesh, change.positions, pairs.each
-    receiver = row_major(each.receivers, target_mesh)
-    sender = _senders(change, each.receivers, receiver, each.holders)
+    source_mesh, target_mesh, positions = change.source_mesh, change.target_mesh, change.positions
+    pairs = pairs.flattened
+    receiver = row_major(pairs.receivers, target_mesh)
+    sender = _senders(change, pairs.receivers, receiver, pairs.holders)
     if positions is not source_mesh or positions is not target_mesh:
         receiver = positions.positions_of(target_mesh.rank_array[receiver])
         sender = np.where(sender == FILL, FILL, positions.positions_of(source_mesh.rank_array[sender]))
-    sender = np.broadcast_to(sender, (*each.shape, change.contributors)).reshape(-1, change.contributors)
-    return each.each_value(receiver), sender
+    sender = np.broadcast_to(sender, (*pairs.shape, change.contributors)).reshape(-1, change.contributors)
+    return pairs.values(receiver), sender
 
 
 def _senders(change: LayoutChange, receivers: Coordinates, receiver: np.ndarray, holders: Coordinates) -> np.ndarray:
@@ -190,6 +191,8 @@ def _near_senders(
         ranks: [...] the ranks of the receivers.
         base: [...] the position of the holder of the first term that is first among equal holders.
         turn: [...] the index of the holder to be chosen, modulo their number.
+
+    The number of a node times the ranks of the mesh fits in an int64: nodes are below 2**31.
     """
     mesh, nodes = change.source_mesh, change.nodes
     node = nodes_of(ranks, nodes)

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """The distinct values of `values` [n], ascending."""
+    """The distinct values of `values` [n], ascending; `values` itself if it is that already."""
     if (values[1:] > values[:-1]).all():
         return values
     ascending = np.sort(values)

@@ -139,7 +139,7 @@ def spans_along(
         order: the mesh dims that cut it, the first cut first; all cuts are plain.
 
     Returns:
-        Arrays of the shape to which the coordinates along `order` broadcast.
+        Arrays of the shape to which the coordinates along `order` broadcast: without axes if nothing cuts it.
     """
     start: Any = np.int64(0)
     stop: Any = np.int64(extent)

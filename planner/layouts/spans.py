@@ -63,7 +63,7 @@ class Spans(NamedTuple):
         return _sums(np.bincount(self.shard, minlength=shards))
 
     def sizes(self, shards: int) -> np.ndarray:
-        """[shards] the number of indices that each shard holds."""
+        """[shards] the number of indices that each shard holds; `shards` is their number."""
         total, ends = _sums(self.lengths), self.ends(shards)
         return total[ends[1:]] - total[ends[:-1]]
 
@@ -215,7 +215,8 @@ def _merged(spans: Spans) -> Spans:
 def intersections(
     a_start: np.ndarray, a_stop: np.ndarray, b_start: np.ndarray, b_stop: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The intersections of ascending, disjoint, non-empty spans `a` and `b`: index in `a`, in `b`, start, stop."""
+    """The intersections of disjoint, non-empty spans `a` and ascending ones `b`, in the order of `a`: index in `a`, in
+    `b`, start, stop."""
     first = np.searchsorted(b_stop, a_start, side="right")
     count = np.maximum(np.searchsorted(b_start, a_stop, side="left") - first, 0)
     i = np.repeat(np.arange(len(a_start)), count)

@@ -23,7 +23,14 @@ from shardweave.kernels.tokens.locate_rows import locate_rows
 from shardweave.kernels.tokens.push_rows import push_rows, push_rows_reference
 from shardweave.kernels.tokens.receive_rows import receive_rows
 from shardweave.kernels.tokens.route_rows import route_rows
-from shardweave.kernels.tokens.rows import Buffers, ChosenBuffers, RowLaunch, TokenRows
+from shardweave.kernels.tokens.rows import (
+    Buffers,
+    ChosenBuffers,
+    RowLaunch,
+    TokenRows,
+    contiguous_rows,
+    has_contiguous_rows,
+)
 from shardweave.kernels.tokens.weigh_rows import weigh_rows
 from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes
 
@@ -591,3 +598,21 @@ def test_address_tables_are_cached_by_addresses():
     assert Buffers(sets[0], tables).table()[0] is not first[0][0]
     apart = AddressTables(torch.device("cpu"), [1, 4], 6)
     assert apart.of((7, 1 << 63)).tolist() == [0, 7, 0, 0, -(1 << 63), 0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "is_contiguous"),
+    [
+        ((3, 4), (4, 1), True),
+        ((3, 4), (7, 1), True),
+        ((3, 4), (1, 3), False),
+        ((3, 1), (1, 5), True),
+        ((0, 4), (1, 3), True),
+        ((3, 0), (1, 3), True),
+    ],
+)
+def test_contiguous_rows(shape: tuple[int, int], strides: tuple[int, int], is_contiguous: bool) -> None:
+    x = torch.arange(32.0).as_strided(shape, strides)
+    assert has_contiguous_rows(x) == is_contiguous
+    rows = contiguous_rows(x)
+    assert (rows is x) == is_contiguous and torch.equal(rows, x)
