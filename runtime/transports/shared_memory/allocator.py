@@ -241,7 +241,9 @@ class Allocator(Generic[Memory]):
         """`free`, all of it measured."""
         with self._lock:
             self._measure()
-            return self.free
+            free = self.free
+        self.settle()
+        return free
 
     def freeze(self) -> None:
         """Return no more pages: a peer may still be writing."""
@@ -399,6 +401,9 @@ class _OfParent(Allocator[Any]):
 
     def settle(self) -> None:
         pass
+
+    def free_pages(self) -> int:
+        return self.free  # the lock may have been held when this process was forked
 
     def trim(self, allowed: int | None = None) -> None:
         pass
