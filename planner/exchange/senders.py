@@ -253,12 +253,18 @@ def _any_lacks(change: LayoutChange, shape: tuple[int, ...], first: Sequence[int
     target shard."""
     mesh, other = change.target_mesh, change.source_mesh
     at = held_at = np.indices(first, dtype=np.int64, sparse=True)
-    wants, lacks = np.array(True), np.array(False)
+    lacks = np.array(False)
     if change.is_cross_mesh:
         itself = other.positions_of(mesh.rank_array[row_major(at, mesh)])
         held_at, lacks = np.unravel_index(np.maximum(itself, 0), other.shape), itself < 0
+    by_dim = []
     for d, extent in enumerate(shape):
         held, wanted = (change.source.cuts(d), other.shape, held_at), (change.target.cuts(d), mesh.shape, at)
         common, length = common_length(extent, *held, *wanted)
-        wants, lacks = wants & (length > 0), lacks | (common < length)
+        by_dim.append((length > 0, common < length))
+    if not (lacks.any() or any(of_dim.any() for _, of_dim in by_dim)):
+        return False  # usual, and before arrays with an entry for each rank
+    wants = np.array(True)
+    for wants_of_dim, lacks_of_dim in by_dim:
+        wants, lacks = wants & wants_of_dim, lacks | lacks_of_dim
     return bool((wants & lacks).any())
