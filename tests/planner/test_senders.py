@@ -92,6 +92,14 @@ def test_terms_come_from_the_node_of_the_receiver_if_possible(seed: int) -> None
                 assert node_of(sender) == node_of(row.receiver)
 
 
+def test_holders_of_a_node_share_its_receivers() -> None:
+    mesh = Mesh((4, 4))  # each shard has two holders on each of the two nodes, and six receivers there without it
+    table = transfer_table(LayoutChange(mesh, "float32", Layout.parse("R S0"), Layout.parse("R R"), 8), (16, 2))
+    sender = table.sender[:, 0]
+    assert (sender // 8 == table.receiver // 8).all()
+    assert np.bincount(sender[sender != table.receiver]).tolist() == [3] * 16
+
+
 @pytest.mark.parametrize("source, target", [("S0", "S1"), ("S0/2", "S1"), ("R", "S0"), ("S1", "R")])
 def test_rows_of_a_rank_are_those_of_all_ranks(source: str, target: str) -> None:
     mesh, shape = Mesh((1500,)), (1503, 1500)
