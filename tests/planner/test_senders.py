@@ -94,7 +94,7 @@ def test_terms_come_from_the_node_of_the_receiver_if_possible(seed: int) -> None
 
 def test_holders_of_a_node_share_its_receivers() -> None:
     mesh = Mesh((4, 4))  # each shard has two holders on each of the two nodes, and six receivers there without it
-    table = transfer_table(LayoutChange(mesh, "float32", Layout.parse("R S0"), Layout.parse("R R"), 8), (16, 2))
+    table = transfer_table(LayoutChange(mesh, "float32", Layout.parse("R S0"), Layout.parse("S1 R"), 8), (16, 8))
     sender = table.sender[:, 0]
     assert (sender // 8 == table.receiver // 8).all()
     assert np.bincount(sender[sender != table.receiver]).tolist() == [3] * 16
