@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from . import bounded_fan_in
-from .cost.priced_ranks import nodes_of_mesh
+from .cost.mesh_nodes import block_on_node
 from .cost.topology import Topology
 from .layouts.layout import Layout, pairs_of
 from .layouts.mesh import Mesh
@@ -28,7 +26,7 @@ def split_by_nodes(
     """
     for m in reversed(range(mesh.ndim)):
         can_split = mesh.shape[m] > 1 and all(_even(mesh, shape, layout, m) for layout in layouts)
-        block = _block(mesh, m, topology) if can_split else 1
+        block = block_on_node(mesh, topology, m) if can_split else 1
         if 1 < block < mesh.shape[m]:
             names = None
             if mesh.names is not None:
@@ -91,15 +89,6 @@ def on_parts(mesh: Mesh, layout: Layout, parts: Mesh) -> Layout | None:
 def _divisor(n: int) -> int:
     """The largest divisor of n that exceeds neither the square root of n nor `MAX_FAN_IN`."""
     return next(k for k in range(min(math.isqrt(n), bounded_fan_in.MAX_FAN_IN), 0, -1) if n % k == 0)
-
-
-def _block(mesh: Mesh, mesh_dim: int, topology: Topology) -> int:
-    """The largest block of neighbours along a mesh dim that always share a node and divides the dim; 1 if there is
-    none."""
-    nodes = nodes_of_mesh(mesh, topology).reshape(mesh.shape).swapaxes(mesh_dim, 0)
-    changes = nodes[1:] != nodes[:-1]
-    places = 1 + np.flatnonzero(changes.reshape(len(changes), -1).any(axis=1))
-    return math.gcd(mesh.shape[mesh_dim], int(np.gcd.reduce(places)))
 
 
 def _even(mesh: Mesh, shape: tuple[int, ...], layout: Layout, mesh_dim: int) -> bool:

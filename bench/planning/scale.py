@@ -1,8 +1,8 @@
 """The CPU time of cold plans of one rank, on 16 to 65,536 ranks, with the topology that is found from the machines.
 
 The requests are those of `bench.workloads` at full shapes, on a mesh of size / 8 × 8 ranks with nodes of 8, and random
-ones. A call is what a rank does that plans for the first time: the topology from the node of each rank, the mesh, the
-layouts from their text, the program of the rank. Nothing is cached. Times are CPU time of the process, the least of
+ones. A call is what a rank does that plans for the first time: the topology from the node of each rank (an array), the
+mesh, the layouts from their text, the program of the rank. Nothing is cached. Times are CPU time of the process, the least of
 several runs of each case: `python -m shardweave.bench.planning.scale --out bench/results/plan_scale.md`.
 """
 
@@ -21,6 +21,8 @@ from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...errors import ArgumentError
 from ...planner import MachineFigures, Mesh, Program, found_topology, plan
@@ -52,7 +54,11 @@ class Case(NamedTuple):
     rank: int
     family: str
 
-    def node_of_ranks(self) -> list[int]:
+    def node_of_ranks(self) -> np.ndarray:
+        """[size] the node of each rank."""
+        return np.array(self._nodes())
+
+    def _nodes(self) -> list[int]:
         size = math.prod(self.mesh)
         random = Random(f"{size} {self.nodes}")
         match self.nodes:
@@ -70,7 +76,7 @@ class Case(NamedTuple):
             nodes += [nodes[-1] + 1 if nodes else 0] * random.randint(1, 12)
         return nodes[:size]
 
-    def plan(self, nodes: Sequence[int]) -> Program:
+    def plan(self, nodes: np.ndarray) -> Program:
         """The program of the rank, from nothing but numbers and text."""
         topology = found_topology(nodes, [MachineFigures("NVIDIA H100", "RDMA", 8)])
         return plan(

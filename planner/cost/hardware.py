@@ -148,22 +148,26 @@ class MachineFigures:
         return f"{self.device} ({device_of(self.device).source})"
 
 
-def found_topology(nodes: Sequence[int], machines: Sequence[MachineFigures]) -> Topology | None:
+def found_topology(nodes: Sequence[int] | np.ndarray, machines: Sequence[MachineFigures]) -> Topology | None:
     """The topology of ranks on several nodes; None if all share one.
 
     For machines of one kind (device and network) measured figures are those of the first machine that has any, and
     stand for all of them. Among kinds, and among machines without measured figures, the slowest count.
 
     Args:
-        nodes: the node of each rank, by rank; -1 for ranks that take no part.
+        nodes: the node of each rank, by rank; -1 for ranks that take no part. Of thousands of ranks an int64 array is
+            read fastest.
         machines: the figures of the machines of the ranks that take part, in ascending order of ranks; repeated ones
             may be left out.
 
     Raises:
         ArgumentError: as `MachineFigures.topology`.
     """
-    by_rank = np.fromiter(nodes, np.int64, len(nodes))
-    sizes = _sizes(by_rank[by_rank >= 0])
+    is_array = isinstance(nodes, np.ndarray)
+    by_rank = nodes.astype(np.int64) if is_array else np.fromiter(nodes, np.int64, len(nodes))
+    ranks = None if by_rank.min(initial=0) >= 0 else np.flatnonzero(by_rank >= 0)
+    of_ranks = by_rank if ranks is None else by_rank[ranks]
+    sizes = _sizes(of_ranks)
     if len(sizes) < 2:
         return None
     measured: dict[tuple[str, str], MachineFigures] = {}
@@ -174,13 +178,13 @@ def found_topology(nodes: Sequence[int], machines: Sequence[MachineFigures]) -> 
     topology, *others = [machine.topology() for machine in used]
     for other in others:
         topology = _slower(topology, other)
-    size = _node_size(by_rank, sizes)
+    size = _node_size(ranks, of_ranks, sizes)
     counts = np.flatnonzero(np.bincount(sizes)).tolist()
     return replace(
         topology,
         name=f"{len(sizes)} nodes of {' or '.join(map(str, counts))} rank{'s' * (counts != [1])}",
         node_size=size,
-        nodes=RankNodes(nodes, by_rank) if size is None else None,
+        nodes=RankNodes(by_rank.tolist(), by_rank) if size is None else None,
         origin="; ".join(dict.fromkeys(machine.source for machine in used)),
     )
 
@@ -210,18 +214,19 @@ def _sizes(nodes: np.ndarray) -> np.ndarray:
     return np.bincount(numbered(nodes)[1])
 
 
-def _node_size(nodes: np.ndarray, sizes: np.ndarray) -> int | None:
+def _node_size(ranks: np.ndarray | None, nodes: np.ndarray, sizes: np.ndarray) -> int | None:
     """The `node_size` that gives the same nodes; None if there is none.
 
     Args:
-        nodes: as for `found_topology`.
+        ranks, nodes: [n] the ranks, ascending (None: `arange`), and the node of each.
         sizes: [number of nodes] the number of ranks of each.
     """
-    ranks = np.flatnonzero(nodes >= 0)
-    changes = np.flatnonzero(np.diff(nodes[ranks]))
+    changes = np.flatnonzero(nodes[1:] != nodes[:-1])
     if len(changes) + 1 != len(sizes):
         return None  # the ranks of a node are not consecutive
-    first, last = ranks[np.append(0, changes + 1)], ranks[np.append(changes, -1)]  # of each node
+    first, last = np.append(0, changes + 1), np.append(changes, len(nodes) - 1)  # of each node
+    if ranks is not None:
+        first, last = ranks[first], ranks[last]
     for size in (int(sizes.max()), int(first[1])):
         index = first // size
         if (index == last // size).all() and (index[1:] != index[:-1]).all():

@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from ..exchange.layout_change import LayoutChange
-from ..layouts.distinct import distinct, numbered
+from ..layouts.distinct import distinct, is_among, numbered
 from ..layouts.index_sets import (
     distinct_spans,
     is_strided,
@@ -21,6 +21,7 @@ from ..layouts.index_sets import (
 from ..layouts.layout import Cuts, Layout, pairs_of
 from ..layouts.mesh import Mesh
 from ..layouts.spans import Spans, cut_shards
+from .mesh_nodes import block_on_node, nodes_of_mesh
 from .topology import Topology
 
 PRICED_WHOLE = 128
@@ -64,15 +65,14 @@ class PricedRanks:
         self.one_node = bool((nodes == nodes[0]).all())
         sampled = np.arange(mesh.size) if self.whole else _sample(mesh.size)
         all_sampled = self.whole or self.one_node
-        self.positions = sampled if all_sampled else np.flatnonzero(np.isin(nodes, nodes[sampled]))
+        self.positions = sampled if all_sampled else np.flatnonzero(is_among(nodes, nodes[sampled]))
         self.receivers = np.searchsorted(self.positions, sampled)
         self.nodes = numbered(nodes[self.positions])[1]
         self._set_peers()
         self.coordinates = np.stack(np.unravel_index(self.positions, mesh.shape))
         self.members = np.arange(self.nodes.max() + 1)[:, None] == self.nodes
         self._set_nics(mesh.rank_array[self.positions], topology)
-        nodes = nodes.reshape(mesh.shape)
-        self.spans_nodes = [bool((nodes != nodes.take([0], axis=m)).any()) for m in range(mesh.ndim)]
+        self.spans_nodes = [block_on_node(mesh, topology, m) < n for m, n in enumerate(mesh.shape)]
         self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not self.spans_nodes[m]]
 
     def _set_peers(self) -> None:
@@ -159,12 +159,6 @@ def priced_ranks(mesh: Mesh, topology: Topology) -> PricedRanks:
     return PricedRanks(mesh, topology)
 
 
-@lru_cache(maxsize=4)
-def nodes_of_mesh(mesh: Mesh, topology: Topology) -> np.ndarray:
-    """[size] the index of the node of the rank at each position; cached."""
-    return topology.nodes_of(mesh.rank_array)
-
-
 @lru_cache(maxsize=1024)
 def _first_of_kind(ranks: PricedRanks, mesh_dims: tuple[int, ...]) -> np.ndarray:
     found, kind = numbered(ranks.kinds_on_nodes(mesh_dims))
@@ -196,11 +190,12 @@ def common_lengths(ranks: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> 
     wanted, held = cuts
     others = None if ranks.whole or ranks.one_node else ranks.peers
     if not wanted or not held:  # one of the two ranks has the whole of what the other has
+        lengths = held_lengths(ranks, extent, held or wanted)
         if held:
-            lengths = held_lengths(ranks, extent, held)[:, None if others is None else others]
+            lengths = lengths if others is None else lengths[others]
         else:
-            lengths = wanted_lengths(ranks, extent, wanted)[..., None]
-        return np.broadcast_to(lengths.astype(float), (1, *ranks.near.shape))
+            lengths = lengths[ranks.receivers, None]
+        return (lengths * np.ones(ranks.near.shape))[None]
     if any(map(is_strided, cuts)):
         of_receivers, of_peers = _strided_spans_of_receivers(ranks, extent, wanted), _strided_spans(ranks, extent, held)
         return overlaps_of_spans(*of_receivers, *of_peers, others)[None].astype(float)
@@ -212,40 +207,38 @@ def common_lengths(ranks: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> 
 
 @lru_cache(maxsize=4096)
 def held_lengths(ranks: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
-    """[1, q] how many indices of a tensor dim each rank holds."""
+    """[q] how many indices of a tensor dim each rank holds."""
     if is_strided(cuts):
         spans, shard = _distinct_spans(ranks, extent, cuts)
-        return spans.sizes(int(shard.max()) + 1)[shard][None]
+        return spans.sizes(int(shard.max()) + 1)[shard]
     start, stop = _spans(ranks, extent, cuts)
-    return (stop - start)[None]
+    return stop - start
 
 
 @lru_cache(maxsize=4096)
-def wanted_lengths(ranks: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
-    """[1, r] how many indices of a tensor dim each receiver holds."""
-    return held_lengths(ranks, extent, cuts)[:, ranks.receivers]
+def receiver_lengths(ranks: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
+    """[3, r] for each receiver, how many indices of a tensor dim it wants, how many it holds, and how many of the
+    shards that ranks hold its own meets if all are even (0 where all ranks are priced, as it is not needed); `cuts`:
+    (wanted, held)."""
+    wanted, held = (held_lengths(ranks, extent, x) for x in cuts)
+    lengths = np.stack([wanted[ranks.receivers], held[ranks.receivers], np.zeros_like(ranks.receivers)])
+    if not ranks.whole:
+        lengths[2] = _shards_met(ranks, cuts, lengths[0], max(int(held.max()), 1))
+    return lengths
 
 
-@lru_cache(maxsize=4096)
-def most_held(ranks: PricedRanks, extent: int, cuts: Cuts) -> int:
-    """How many indices of a tensor dim the rank holds that holds most, or 1 if none holds any."""
-    return max(int(held_lengths(ranks, extent, cuts).max()), 1)
+def _shards_met(ranks: PricedRanks, cuts: tuple[Cuts, Cuts], wanted: np.ndarray, most: int) -> np.ndarray:
+    """[r] how many of the shards of a tensor dim that ranks hold a shard of `wanted` [r] indices meets, if all are
+    even.
 
-
-@lru_cache(maxsize=4096)
-def shards_met(ranks: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> tuple[int, float, float]:
-    """How many of the shards of a tensor dim that ranks hold the shard of a receiver meets, if all are even; `cuts`:
-    (wanted, held).
-
-    Returns: the number of pieces of the shard that is wanted; the number of shards that each of them meets for each
-    index of the shard, to be rounded up; and a number of shards that are not exceeded.
+    Args:
+        most: the indices of the largest shard that ranks hold.
     """
-    wanted, held = cuts
     if not any(map(is_strided, cuts)):
-        return 1, 1 / most_held(ranks, extent, held), math.inf
-    shared = next((i for i, (a, b) in enumerate(zip(wanted, held, strict=False)) if a != b), min(map(len, cuts)))
+        return -(-wanted // most)
+    shared = next((i for i, (a, b) in enumerate(zip(*cuts, strict=False)) if a != b), min(map(len, cuts)))
     (_, pieces), (shards, held_pieces) = (_shards_and_pieces(ranks, x[shared:]) for x in cuts)
-    return pieces, held_pieces / (pieces * most_held(ranks, extent, held)), shards
+    return np.minimum(pieces * np.ceil(wanted * (held_pieces / (pieces * most))), shards)
 
 
 def _shards_and_pieces(ranks: PricedRanks, cuts: Cuts) -> tuple[int, int]:
@@ -260,8 +253,10 @@ def _shards_and_pieces(ranks: PricedRanks, cuts: Cuts) -> tuple[int, int]:
 @lru_cache(maxsize=1024)
 def _spans(ranks: PricedRanks, extent: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
     """Start and stop [q] of what each rank holds of a tensor dim that no strided shard cuts."""
-    start, stop = spans_along(extent, mesh_dims_of(cuts), ranks.mesh.shape, ranks.coordinates)
-    return np.broadcast_to(start, len(ranks.positions)), np.broadcast_to(stop, len(ranks.positions))
+    if not cuts:
+        number = len(ranks.positions)
+        return np.zeros(number, dtype=np.int64), np.full(number, extent, dtype=np.int64)
+    return spans_along(extent, mesh_dims_of(cuts), ranks.mesh.shape, ranks.coordinates)
 
 
 @lru_cache(maxsize=256)

@@ -21,13 +21,13 @@ from .priced_ranks import (
     common_lengths,
     held_lengths,
     priced_ranks,
+    receiver_lengths,
     send_shares,
-    shards_met,
-    wanted_lengths,
 )
 from .topology import Topology
 
 _MAX_AT_ONCE = 1 << 16  # entries of a [changes, receivers, peers] table, so that it stays in the core's cache
+_UNCUT: tuple[Cuts, Cuts] = (), ()
 _LARGE_ROW = 512  # entries of a row from which on rows are multiplied one by one, without a table of them
 
 
@@ -73,8 +73,37 @@ def shard_elements(ranks: PricedRanks, shape: Sequence[int], layout: Layout) -> 
     """[q] the elements of the shards of the priced ranks."""
     elements, cuts = np.ones(len(ranks.positions), dtype=np.int64), dict(layout.all_cuts)
     for d, extent in enumerate(shape):
-        elements *= held_lengths(ranks, extent, cuts.get(d, ()))[0]
+        elements *= held_lengths(ranks, extent, cuts.get(d, ()))
     return elements
+
+
+class _Numbers(NamedTuple):
+    """Numbers of each of several changes: [k, 1] each.
+
+    Attributes:
+        contributors: the number of terms that are reduced.
+        staged: those of them that are staged: of a reduction where every rank has its own term, that one is not.
+        is_split: 1 if a shard becomes a partial term, otherwise 0.
+        split_shards: the number of shards that do.
+    """
+
+    contributors: np.ndarray
+    staged: np.ndarray
+    is_split: np.ndarray
+    split_shards: np.ndarray
+
+    @classmethod
+    def of(cls, changes: Sequence[LayoutChange]) -> _Numbers:
+        rows = [
+            (
+                c.contributors,
+                c.contributors - c.is_local if c.contributors > 1 else 0,
+                bool(c.split),
+                math.prod([c.source_mesh.shape[m] for m in c.shards_split]),
+            )
+            for c in changes
+        ]
+        return cls(*np.array(rows).T[..., None])
 
 
 class _Elements(NamedTuple):
@@ -93,24 +122,24 @@ class _Elements(NamedTuple):
     senders: np.ndarray | None
 
 
-def _elements(ranks: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange]) -> _Elements:
+def _elements(
+    ranks: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange], numbers: _Numbers
+) -> _Elements:
     number, receivers = len(changes), len(ranks.receivers)
-    common = np.ones((number, *ranks.near.shape))
-    before, after = np.ones((2, number, receivers), dtype=np.int64)
-    senders = None if ranks.whole else np.array([[change.contributors] for change in changes]) * np.ones(receivers)
+    common, of_receivers = np.ones((number, *ranks.near.shape)), np.ones((number, 3, receivers), dtype=np.int64)
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
     for d, extent in enumerate(shape):
         pairs: dict[tuple[Cuts, Cuts], int] = {}  # of wanted and held cuts
         index = [pairs.setdefault((wanted.get(d, ()), held.get(d, ())), len(pairs)) for wanted, held in by_dim]
+        if pairs.keys() == {_UNCUT}:  # usual; all ranks have all of this dim
+            common *= extent
+            of_receivers[:, :2] *= extent
+            continue
         tables = [common_lengths(ranks, extent, pair) for pair in pairs]
         common = _times(common, tables if len(tables) == 1 else [tables[i] for i in index], common)
-        wants = np.concatenate([wanted_lengths(ranks, extent, wanted) for wanted, _ in pairs])
-        after *= wants[index]
-        before *= np.concatenate([wanted_lengths(ranks, extent, held) for _, held in pairs])[index]
-        if senders is not None:
-            pieces, met, shards = np.array([shards_met(ranks, extent, pair) for pair in pairs]).T[:, index, None]
-            senders *= np.minimum(pieces * np.ceil(wants[index] * met), shards)
-    return _Elements(common, before, after, senders)
+        of_receivers *= np.stack([receiver_lengths(ranks, extent, pair) for pair in pairs])[index]
+    wanted, held, met = of_receivers.swapaxes(0, 1)
+    return _Elements(common, held, wanted, None if ranks.whole else met * numbers.contributors)
 
 
 def _times(table: np.ndarray, rows: Sequence[np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
@@ -168,7 +197,7 @@ def _traffic_of_sample(
     elements: _Elements,
     size: int,
     topology: Topology,
-    changes: Sequence[LayoutChange],
+    numbers: _Numbers,
 ) -> _Traffic:
     """The traffic where only sampled receivers and the ranks of their nodes are known.
 
@@ -181,9 +210,8 @@ def _traffic_of_sample(
     near = _times(common, near_shares)
     own = near[:, np.arange(len(ranks.receivers)), ranks.own_at] * size
     from_node = near.sum(axis=2) * size - own
-    contributors = np.array([[change.contributors] for change in changes])
-    owned = np.array([[math.prod([c.source_mesh.shape[m] for m in c.shards_split])] for c in changes])
-    wanted = after * size * contributors / owned * np.concatenate([x.keeps for x in shares])
+    keeps = np.concatenate([x.keeps for x in shares])
+    wanted = after * size * numbers.contributors / numbers.split_shards * keeps
     missing = np.maximum(wanted - own - from_node, 0)
     received = from_node + missing
     average = wanted.sum(axis=1, keepdims=True) / np.maximum(before.sum(axis=1, keepdims=True) * size, 1)
@@ -217,36 +245,34 @@ def _prices(
 ) -> list[StepPrice]:
     """`step_prices` of one chunk. Arrays are [k, r], per change and receiver, and in bytes unless noted."""
     size, node, network = ITEMSIZE[changes[0].dtype], topology.node, topology.network
-    elements = _elements(ranks, shape, changes)
+    numbers = _Numbers.of(changes)
+    elements = _elements(ranks, shape, changes, numbers)
     shares = [send_shares(ranks, change) for change in changes]
     if ranks.whole:
         traffic = _traffic_of_all(ranks, shares, elements, size, topology)
     else:
-        traffic = _traffic_of_sample(ranks, shares, elements, size, topology, changes)
+        traffic = _traffic_of_sample(ranks, shares, elements, size, topology, numbers)
     own, near_in, near_out, far_in, far_out, near_peers, far_peers = traffic
     before, after = elements.before * size, elements.after * size
-    contributors = np.array([[change.contributors] for change in changes])
 
     over_node = node.us(np.maximum(near_in, near_out), near_peers)
     over_network = network.us(ranks.on_nic(far_in, far_out), far_peers)
     received = near_in + far_in
     packed = (0 if node.one_sided else near_in + near_out) + (0 * own if network.one_sided else far_in + far_out)
-    # Of a reduction where every rank has its own term, that term is not staged.
-    staged_terms = np.array([[c.contributors - c.is_local if c.contributors > 1 else 0] for c in changes])
-    staged = packed + staged_terms * after
-    split = np.array([[bool(change.split)] for change in changes])
-    filled = split * (after - (own + received) / contributors)
-    copies = topology.copy_us(own + packed + (contributors - 1) * after + filled / 2)
+    staged = packed + numbers.staged * after
+    filled = numbers.is_split * (after - (own + received) / numbers.contributors)
+    copies = topology.copy_us(own + packed + (numbers.contributors - 1) * after + filled / 2)
     us = (np.maximum(over_node, over_network) + copies).max(axis=1)
     peak = np.ceil((before + after + staged).max(axis=1))
     bound = np.zeros(len(changes))
     if with_lower_bound:
-        bound = _lower_bound_us(changes, shape, topology, ranks, elements.common * size, after, own)
+        bound = _lower_bound_us(changes, numbers, shape, topology, ranks, elements.common * size, after, own)
     return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
 
 
 def _lower_bound_us(
     changes: Sequence[LayoutChange],
+    numbers: _Numbers,
     shape: tuple[int, ...],
     topology: Topology,
     ranks: PricedRanks,
@@ -268,7 +294,7 @@ def _lower_bound_us(
     """
     node, network = topology.node, topology.network
     whole = math.prod(shape) * ITEMSIZE[changes[0].dtype]
-    terms = np.array([[change.contributors] for change in changes])
+    terms = numbers.contributors
     lacking = np.where(terms > 1, wanted, wanted - own).max(axis=1)
     added = whole * (terms[:, 0] - 1) / ranks.mesh.size
     received = np.maximum(lacking, added + (terms[:, 0] > 1) * (wanted.mean(axis=1) - whole / ranks.mesh.size))
@@ -294,4 +320,4 @@ def _lower_bound_us(
         over_network = np.maximum(entering, entered) / (network.gigabytes_per_s * 1e3)
         entry = (entering > 0) * (network.latency_us + network.message_us)
         bound = np.maximum(bound, over_network + entry)
-    return bound * [not change.split for change in changes]
+    return bound * (1 - numbers.is_split[:, 0])

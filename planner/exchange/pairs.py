@@ -58,12 +58,14 @@ class Pairs:
         if of_grid.ndim == 0:
             return of_grid
         if self.entries is None:
-            return np.broadcast_to(of_grid, self.shape).reshape(-1)
+            whole = of_grid if of_grid.shape == self.shape else np.broadcast_to(of_grid, self.shape)
+            return whole.reshape(-1)
         return of_grid[tuple([0 if n == 1 else i for n, i in zip(of_grid.shape, self._index, strict=True)])]
 
     def values(self, of_grid: np.ndarray) -> np.ndarray:
         """[n] the value of each pair, given an array that broadcasts to the grid. Read-only."""
-        return np.broadcast_to(self.compact(of_grid), len(self))
+        compact = self.compact(of_grid)
+        return compact if compact.ndim else np.broadcast_to(compact, len(self))
 
     @cached_property
     def flattened(self) -> Pairs:

