@@ -125,7 +125,8 @@ class Search:
     def _first_paths(self, intermediate: IntermediateLayouts) -> list[Path]:
         """The direct exchange, and hierarchical reductions."""
         sequences = [*self._direct_paths(), *intermediate.hierarchical_paths(self.source)]
-        self.prices([(self.source, self.target), *dict.fromkeys(step for path in sequences for step in pairwise(path))])
+        first = dict.fromkeys([(self.source, self.target), *(step for path in sequences for step in pairwise(path))])
+        self.prices(list(first))
         paths = []
         for layouts in sequences:
             steps = self.prices(list(pairwise(layouts)))

@@ -23,9 +23,9 @@ def block_on_node(mesh: Mesh, topology: Topology, mesh_dim: int) -> int:
 
     1 if there is none, the size of the mesh dim if it does not span nodes.
     """
-    nodes = nodes_of_mesh(mesh, topology).reshape(math.prod(mesh.shape[:mesh_dim]), mesh.shape[mesh_dim], -1)
-    if (nodes[:, 1:2] != nodes[:, :1]).any():
+    nodes, size, step = nodes_of_mesh(mesh, topology), mesh.shape[mesh_dim], int(mesh.strides[mesh_dim])
+    first = nodes.reshape(-1, size, step)[:, :2]
+    if (first[:, 1:] != first[:, :1]).any():
         return 1  # without a look at the others
-    changes = np.flatnonzero(nodes[:, 1:] != nodes[:, :-1])
-    places = 1 + changes // nodes.shape[2] % (mesh.shape[mesh_dim] - 1)
-    return math.gcd(mesh.shape[mesh_dim], int(np.gcd.reduce(places)))
+    place = np.flatnonzero(nodes[step:] != nodes[:-step]) // step % size
+    return math.gcd(size, int(np.gcd.reduce(1 + place[place < size - 1])))
