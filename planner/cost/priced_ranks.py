@@ -136,9 +136,13 @@ class PricedRanks:
         counts = np.bincount(self.nodes * number + kind, minlength=len(self.members) * number)
         return counts[self.nodes[self.receivers][:, None] * number + kind[self.peers]].astype(np.float64)
 
-    def first_of_shard(self, layout: Layout) -> np.ndarray:
-        """[q] whether the rank is the first of its node that holds its shard."""
-        return _first_of_kind(self, tuple(sorted([m for _, order in layout.orders for m in order])))
+    def first_peers(self, layout: Layout) -> np.ndarray:
+        """[1, r, p] 1 for peers on the receiver's node that are the first there with their shard, otherwise 0."""
+        return _first_peers(self, _dims_of_shard(layout))
+
+    def first_receivers(self, layout: Layout) -> np.ndarray:
+        """[r] whether the receiver is the first of its node with its shard."""
+        return _first_of_kind(self, _dims_of_shard(layout))[self.receivers]
 
     def terms_on_node(self, reduced: tuple[int, ...]) -> int:
         """The largest number of terms on one node of a value that is partial along the mesh dims `reduced`."""
@@ -168,8 +172,15 @@ def _first_of_kind(ranks: PricedRanks, mesh_dims: tuple[int, ...]) -> np.ndarray
     return first[kind] == index
 
 
+def _dims_of_shard(layout: Layout) -> tuple[int, ...]:
+    """The mesh dims that shard, ascending."""
+    return tuple(sorted([m for _, order in layout.orders for m in order]))
+
+
 @lru_cache(maxsize=1024)
 def _terms_on_node(ranks: PricedRanks, reduced: tuple[int, ...]) -> int:
+    if not reduced:
+        return 1
     kinds = math.prod(ranks.mesh.shape[m] for m in reduced)
     return int(np.bincount(distinct(ranks.kinds_on_nodes(reduced)) // kinds).max())
 
@@ -182,6 +193,12 @@ def _cached(make: Callable[Concatenate[PricedRanks, P], T]) -> Callable[Concaten
         return (many if ranks.near.size <= _SMALL else few)(ranks, *key)
 
     return cached
+
+
+@_cached
+def _first_peers(ranks: PricedRanks, mesh_dims: tuple[int, ...]) -> np.ndarray:
+    first = _first_of_kind(ranks, mesh_dims)
+    return (ranks.near & (first if ranks.whole else first[ranks.peers]))[None].astype(float)
 
 
 @_cached
@@ -217,11 +234,12 @@ def held_lengths(ranks: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def receiver_lengths(ranks: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
-    """[3, r] for each receiver, how many indices of a tensor dim it wants, how many it holds, and how many of the
-    shards that ranks hold its own meets if all are even (0 where all ranks are priced, as it is not needed); `cuts`:
-    (wanted, held)."""
+    """float64 [3, r] for each receiver, how many indices of a tensor dim it wants, how many it holds, and how many of
+    the shards that ranks hold its own meets if all are even (0 where all ranks are priced, as it is not needed);
+    `cuts`: (wanted, held)."""
     wanted, held = (held_lengths(ranks, extent, x) for x in cuts)
-    lengths = np.stack([wanted[ranks.receivers], held[ranks.receivers], np.zeros_like(ranks.receivers)])
+    lengths = np.zeros((3, len(ranks.receivers)))
+    lengths[:2] = wanted[ranks.receivers], held[ranks.receivers]
     if not ranks.whole:
         lengths[2] = _shards_met(ranks, cuts, lengths[0], max(int(held.max()), 1))
     return lengths

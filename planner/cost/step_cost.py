@@ -78,7 +78,7 @@ def shard_elements(ranks: PricedRanks, shape: Sequence[int], layout: Layout) -> 
 
 
 class _Numbers(NamedTuple):
-    """Numbers of each of several changes: [k, 1] each.
+    """Numbers of each of several changes: float64 [k, 1] each, as operations on arrays of one dtype are faster.
 
     Attributes:
         contributors: the number of terms that are reduced.
@@ -103,7 +103,7 @@ class _Numbers(NamedTuple):
             )
             for c in changes
         ]
-        return cls(*np.array(rows).T[..., None])
+        return cls(*np.array(rows, dtype=np.float64).T[..., None])
 
 
 class _Elements(NamedTuple):
@@ -126,7 +126,7 @@ def _elements(
     ranks: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange], numbers: _Numbers
 ) -> _Elements:
     number, receivers = len(changes), len(ranks.receivers)
-    common, of_receivers = np.ones((number, *ranks.near.shape)), np.ones((number, 3, receivers), dtype=np.int64)
+    common, of_receivers = np.ones((number, *ranks.near.shape)), np.ones((number, 3, receivers))
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
     for d, extent in enumerate(shape):
         pairs: dict[tuple[Cuts, Cuts], int] = {}  # of wanted and held cuts
@@ -304,12 +304,10 @@ def _lower_bound_us(
         both = (node.gigabytes_per_s + network.gigabytes_per_s) * 1e3
         bound = (received > 0) * min(node.latency_us, network.latency_us) + received / both
         # One rank per node receives what several ranks of the node want; ranks that hold the same shard count once.
-        first = {x: ranks.first_of_shard(x) for x in {*(c.source for c in changes), *(c.target for c in changes)}}
-        first_held = np.stack([first[change.source] for change in changes])
-        first_held = first_held[:, None] if ranks.whole else first_held[:, ranks.peers]
-        first_wanted = np.stack([first[change.target][ranks.receivers] for change in changes])
+        first_held = [ranks.first_peers(change.source) for change in changes]
+        first_wanted = np.stack([ranks.first_receivers(change.target) for change in changes])
         on_node = np.array([[ranks.terms_on_node(change.reduced)] for change in changes])
-        held = (common * (ranks.near & first_held)).sum(axis=2)
+        held = _times(common, first_held).sum(axis=2)
         missing = np.where(terms > on_node, wanted, np.maximum(wanted - held, 0)) * first_wanted
         if ranks.whole:
             entering = ((missing[:, None] * ranks.members).sum(axis=2) / ranks.nics_on).max(axis=1)

@@ -50,7 +50,10 @@ class Link:
 
     def us(self, nbytes: Any, messages: Any) -> Any:
         """Microseconds in which a rank moves `nbytes` to or from `messages` peers; 0 for 0 bytes. Numbers or arrays."""
-        return (nbytes > 0) * self.latency_us + messages * self.message_us + nbytes / (self.gigabytes_per_s * 1e3)
+        us = (nbytes > 0) * self.latency_us
+        if self.message_us:
+            us = us + messages * self.message_us
+        return us + nbytes / (self.gigabytes_per_s * 1e3)
 
 
 @dataclass(frozen=True)
