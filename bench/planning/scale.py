@@ -1,9 +1,10 @@
 """The CPU time of cold plans of one rank, on 16 to 65,536 ranks, with the topology that is found from the machines.
 
 The requests are those of `bench.workloads` at full shapes, on a mesh of size / 8 × 8 ranks with nodes of 8, and random
-ones. A call is what a rank does that plans for the first time: the topology from the node of each rank (an array), the
-mesh, the layouts from their text, the program of the rank. Nothing is cached. Times are CPU time of the process, the least of
-several runs of each case: `python -m shardweave.bench.planning.scale --out bench/results/plan_scale.md`.
+ones. A call is what a rank does that plans for the first time: the topology from the node of each rank (an array, as
+ranks that find it have), the mesh, the layouts from their text, the program of the rank. Nothing is cached. Times are
+CPU time of the process, the least of several runs of each case:
+`python -m shardweave.bench.planning.scale --out bench/results/plan_scale.md`.
 """
 
 from __future__ import annotations

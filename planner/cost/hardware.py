@@ -163,8 +163,10 @@ def found_topology(nodes: Sequence[int] | np.ndarray, machines: Sequence[Machine
     Raises:
         ArgumentError: as `MachineFigures.topology`.
     """
-    is_array = isinstance(nodes, np.ndarray)
-    by_rank = nodes.astype(np.int64) if is_array else np.fromiter(nodes, np.int64, len(nodes))
+    if isinstance(nodes, np.ndarray):
+        by_rank = nodes.astype(np.int64)
+    else:
+        by_rank = np.fromiter(nodes, np.int64, len(nodes))
     ranks = None if by_rank.min(initial=0) >= 0 else np.flatnonzero(by_rank >= 0)
     of_ranks = by_rank if ranks is None else by_rank[ranks]
     sizes = _sizes(of_ranks)
