@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from random import Random
 
+import numpy as np
 import pytest
 
 from shardweave.errors import ArgumentError
@@ -12,13 +15,17 @@ from shardweave.planner import (
     NVLINK_INFINIBAND,
     NVLINK_NODE,
     Link,
+    MachineFigures,
     Mesh,
     Request,
     Topology,
+    found_topology,
     plan,
     plan_batch,
     redistribute_cost,
 )
+from shardweave.planner.cost.mesh_nodes import block_on_node
+from shardweave.planner.layouts.distinct import is_among
 
 pytestmark = pytest.mark.plan
 
@@ -121,3 +128,54 @@ def test_plan_nodes_larger_than_mesh() -> None:
         assert plan((2, 2), (8, 8), "float32", "R S0", "S0 R", topology=on).bytes_over_network == [0] * 4
         cross_mesh = plan((2,), (8,), "float32", "R", "S0", target_mesh=Mesh((2,), ranks=(2, 3)), topology=on)
         assert cross_mesh.bytes_over_network == [0] * 4
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_block_on_node(seed: int) -> None:
+    """Compared with every divisor of the mesh dim, on meshes whose ranks and nodes are in any order."""
+    random = Random(seed)
+    shape = tuple(random.choice([1, 2, 3, 4, 6, 8]) for _ in range(random.randint(1, 4)))
+    size, on_node = math.prod(shape), random.choice([2, 3, 4, 8])
+    ranks = random.choice([list(range(size)), random.sample(range(size + 5), size)])
+    nodes = random.choice([[r // on_node for r in range(size + 5)], [random.randrange(3) for _ in range(size + 5)]])
+    mesh, topology = Mesh(shape, ranks=ranks), replace(NVLINK_INFINIBAND, node_size=None, nodes=tuple(nodes))
+    of_mesh = np.array(nodes)[ranks].reshape(shape)
+    for m, n in enumerate(shape):
+        along = np.moveaxis(of_mesh, m, 0).reshape(n, -1)
+        blocks = [b for b in range(1, n + 1) if n % b == 0 and (along == along[::b].repeat(b, axis=0)).all()]
+        assert block_on_node(mesh, topology, m) == max(blocks)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_found_nodes(seed: int) -> None:
+    """Ranks share a node as they were said to, whether a node size or the node of each rank says so, and whichever
+    ranks take part."""
+    random = Random(seed)
+    size = random.randint(2, 40)
+    consecutive, on_node = random.random() < 0.6, random.randint(1, 5)
+    nodes = [r // on_node if consecutive else random.randrange(4) for r in range(size)]
+    if random.random() < 0.6:
+        nodes = [node if random.random() < 0.7 else -1 for node in nodes]
+    machines = [MachineFigures("cpu")]
+    topology = found_topology(nodes, machines)
+    assert found_topology(np.array(nodes, dtype=random.choice([np.int32, np.int64])), machines) == topology
+    taking_part = [r for r in range(size) if nodes[r] >= 0]
+    if len({nodes[r] for r in taking_part}) < 2:
+        assert topology is None
+        return
+    assert topology is not None
+    found = {r: topology.node_of(r) for r in taking_part}
+    for a in taking_part:
+        assert [found[a] == found[b] for b in taking_part] == [nodes[a] == nodes[b] for b in taking_part]
+    if consecutive and len(taking_part) == size:
+        assert topology.node_size == on_node
+
+
+def test_is_among() -> None:
+    random = Random(0)
+    for most in (1, 5, 100, 1 << 20, (1 << 31) - 1):
+        for n in (0, 1, 50):
+            values, chosen = (np.array([random.randint(0, most) for _ in range(k)], dtype=np.int64) for k in (n, 7))
+            values = np.where(np.arange(n) % 3 == 0, chosen[np.arange(n) % 7], values)
+            assert is_among(values, chosen).tolist() == [v in chosen.tolist() for v in values.tolist()]
+        assert not is_among(np.arange(5), np.zeros(0, dtype=np.int64)).any()
