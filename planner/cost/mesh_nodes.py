@@ -27,5 +27,6 @@ def block_on_node(mesh: Mesh, topology: Topology, mesh_dim: int) -> int:
     first = nodes.reshape(-1, size, step)[:, :2]
     if (first[:, 1:] != first[:, :1]).any():
         return 1  # without a look at the others
-    place = np.flatnonzero(nodes[step:] != nodes[:-step]) // step % size
-    return math.gcd(size, int(np.gcd.reduce(1 + place[place < size - 1])))
+    # From the last coordinate to the first of the next ones counts as `size`, which divides nothing more.
+    places = 1 + np.flatnonzero(nodes[step:] != nodes[:-step]) // step % size
+    return math.gcd(size, int(np.gcd.reduce(places)))

@@ -135,9 +135,10 @@ def test_block_on_node(seed: int) -> None:
     """Compared with every divisor of the mesh dim, on meshes whose ranks and nodes are in any order."""
     random = Random(seed)
     shape = tuple(random.choice([1, 2, 3, 4, 6, 8]) for _ in range(random.randint(1, 4)))
-    size, on_node = math.prod(shape), random.choice([2, 3, 4, 8])
+    size, on_node = math.prod(shape), random.choice([2, 3, 4, 6, 8, 12])
     ranks = random.choice([list(range(size)), random.sample(range(size + 5), size)])
-    nodes = random.choice([[r // on_node for r in range(size + 5)], [random.randrange(3) for _ in range(size + 5)]])
+    consecutive = [r // on_node for r in range(size + 5)]
+    nodes = random.choice([consecutive, consecutive, [random.randrange(3) for _ in range(size + 5)]])
     mesh, topology = Mesh(shape, ranks=ranks), replace(NVLINK_INFINIBAND, node_size=None, nodes=tuple(nodes))
     of_mesh = np.array(nodes)[ranks].reshape(shape)
     for m, n in enumerate(shape):
