@@ -27,6 +27,7 @@ def block_on_node(mesh: Mesh, topology: Topology, mesh_dim: int) -> int:
     first = nodes.reshape(-1, size, step)[:, :2]
     if (first[:, 1:] != first[:, :1]).any():
         return 1  # without a look at the others
-    # From the last coordinate to the first of the next ones counts as `size`, which divides nothing more.
-    places = 1 + np.flatnonzero(nodes[step:] != nodes[:-step]) // step % size
+    # Counted across the whole mesh: a multiple of `size` more changes no common divisor with it, and so no change from
+    # the last coordinate to the first ones after it counts.
+    places = 1 + np.flatnonzero(nodes[step:] != nodes[:-step]) // step
     return math.gcd(size, int(np.gcd.reduce(places)))
