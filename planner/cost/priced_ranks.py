@@ -256,7 +256,7 @@ def _shards_met(ranks: PricedRanks, cuts: tuple[Cuts, Cuts], wanted: np.ndarray,
         return -(-wanted // most)
     shared = next((i for i, (a, b) in enumerate(zip(*cuts, strict=False)) if a != b), min(map(len, cuts)))
     (_, pieces), (shards, held_pieces) = (_shards_and_pieces(ranks, x[shared:]) for x in cuts)
-    return np.minimum(pieces * np.ceil(wanted * (held_pieces / (pieces * most))), shards)
+    return np.minimum(pieces * -(-wanted * held_pieces // (pieces * most)), shards)
 
 
 def _shards_and_pieces(ranks: PricedRanks, cuts: Cuts) -> tuple[int, int]:

@@ -75,3 +75,17 @@ def test_search_with_sampled_ranks(case: scale.Case, monkeypatch: pytest.MonkeyP
     priced_ranks.priced_ranks.cache_clear()
     assert us <= 1.2 * best.us
     assert bound <= best.us * (1 + 1e-9)
+
+
+def test_messages_of_sampled_ranks() -> None:
+    """A rank that gathers even shards receives from each other holder once, however many indices a shard has: quotients
+    of floats are off by one for shards of 77."""
+    mesh = Mesh((28, 16))
+    assert mesh.size > priced_ranks.PRICED_WHOLE
+    source, target = Layout.parse("S0 R"), Layout.parse("R R")
+    change = LayoutChange(mesh, "float32", source, target, 1)
+    with_messages = replace(NVLINK_INFINIBAND, node_size=1)
+    without = replace(with_messages, network=replace(with_messages.network, message_us=0.0))
+    for held in range(1, 150):
+        us = [step_price(change, (28 * held,), topology).us for topology in (with_messages, without)]
+        assert us[0] - us[1] == pytest.approx(27 * with_messages.network.message_us)
