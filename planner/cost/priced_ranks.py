@@ -212,7 +212,9 @@ def common_lengths(ranks: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> 
             lengths = lengths if others is None else lengths[others]
         else:
             lengths = lengths[ranks.receivers, None]
-        return (lengths * np.ones(ranks.near.shape))[None]
+        if ranks.near.size > _SMALL:
+            return np.broadcast_to(lengths.astype(float), (1, *ranks.near.shape))
+        return (lengths * np.ones(ranks.near.shape))[None]  # at less cost than `broadcast_to`
     if any(map(is_strided, cuts)):
         of_receivers, of_peers = _strided_spans_of_receivers(ranks, extent, wanted), _strided_spans(ranks, extent, held)
         return overlaps_of_spans(*of_receivers, *of_peers, others)[None].astype(float)

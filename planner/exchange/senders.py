@@ -244,12 +244,19 @@ def communicates(change: LayoutChange, shape: tuple[int, ...], table: TransferTa
         return is_large or transfer_table(change, shape).has_foreign_rows()
     if change.is_strided and is_large:
         return True
-    # A few ranks usually decide.
-    return any(_any_lacks(change, shape, map(along, change.target_mesh.shape)) for along in (_powers_of_two, np.arange))
+    # If some rank lacks anything, so does one of a few ranks, usually.
+    sizes = change.target_mesh.shape
+    few = [_first_tried(n) for n in sizes]
+    if _any_lacks(change, shape, few):
+        return True
+    return any(len(tried) < n for tried, n in zip(few, sizes, strict=True)) and _any_lacks(
+        change, shape, map(np.arange, sizes)
+    )
 
 
-def _powers_of_two(size: int) -> np.ndarray:
-    """0, the powers of two below `size`, and the last coordinate along a mesh dim of that size."""
+@lru_cache(maxsize=1024)
+def _first_tried(size: int) -> np.ndarray:
+    """Coordinates along a mesh dim of `size`: 0, powers of two and the last one. Read-only."""
     return distinct(np.array([0, *(1 << i for i in range((size - 1).bit_length())), size - 1]))
 
 

@@ -1,7 +1,4 @@
-"""The distinct values of an array, and which values are among others.
-
-`np.unique` takes three times as long on a few hundred values, and `np.isin` nine times as long on 65,536.
-"""
+"""The distinct values of an array, and which values are among others: faster than `np.unique` and `np.isin`."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ def numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_among(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """[n] whether each of `values` [n] is one of `chosen`; whole numbers of 0 and up."""
+    """[n] whether each of `values` [n] is one of `chosen`; whole numbers of -1 and up."""
     most = max(int(values.max(initial=0)), int(chosen.max(initial=0)))
     if most >= 8 * (len(values) + 128):  # a table would be larger than the values
         return np.isin(values, chosen)
-    table = np.zeros(most + 1, dtype=bool)
+    table = np.zeros(most + 2, dtype=bool)  # the last one is that of -1
     table[chosen] = True
     return table[values]

@@ -65,6 +65,18 @@ def test_communicates_matches_boxes_of_all_ranks(seed: int) -> None:
     assert communicates(change, shape) == transfer_table(change, shape).has_foreign_rows()
 
 
+def test_communicates_if_one_rank_lacks_anything() -> None:
+    """Whichever rank it is: the others have the whole tensor already."""
+    mesh = Mesh((11,))
+    replicated = Layout.parse("R")
+    for position in range(mesh.size):
+        ranks = list(range(mesh.size))
+        ranks[position] = 99
+        change = LayoutChange(mesh, "float32", replicated, replicated, None, Mesh((11,), ranks=ranks))
+        assert communicates(change, (4, 3))
+    assert not communicates(LayoutChange(mesh, "float32", replicated, replicated, None, Mesh((11,))), (4, 3))
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_terms_come_from_the_node_of_the_receiver_if_possible(seed: int) -> None:
     random = Random(seed)

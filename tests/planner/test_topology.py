@@ -176,7 +176,7 @@ def test_is_among() -> None:
     random = Random(0)
     for most in (1, 5, 100, 1 << 20, (1 << 31) - 1):
         for n in (0, 1, 50):
-            values, chosen = (np.array([random.randint(0, most) for _ in range(k)], dtype=np.int64) for k in (n, 7))
+            values, chosen = (np.array([random.randint(-1, most) for _ in range(k)], dtype=np.int64) for k in (n, 7))
             values = np.where(np.arange(n) % 3 == 0, chosen[np.arange(n) % 7], values)
             assert is_among(values, chosen).tolist() == [v in chosen.tolist() for v in values.tolist()]
         assert not is_among(np.arange(5), np.zeros(0, dtype=np.int64)).any()
