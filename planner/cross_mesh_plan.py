@@ -12,16 +12,20 @@ from .cost.cross_mesh_cost import step_price_between
 from .cost.priced_ranks import PRICED_WHOLE, priced_ranks
 from .cost.topology import Topology
 from .exchange.build_steps import build_step
+from .exchange.layout_change import LayoutChange
 from .exchange.node_change import layout_change
 from .exchange.steps import Step
 from .layouts.dtypes import ITEMSIZE
 from .layouts.index_sets import held_sizes
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh, union_mesh
+from .layouts.node_layout import MAX_RANKS, NodeLayout
 from .layouts.placements import Partial, Replicate, Shard
+from .node_paths import ALIKE, best_path, elements_into_busiest_node, has_irregular_nodes
 from .path import Path, with_others
 from .program import Program
 from .request import Request
+from .search import Search
 
 Leg = tuple[Mesh, Layout, Mesh, Layout]
 """One part of a path: source mesh, source layout, target mesh, target layout."""
@@ -32,7 +36,8 @@ def plan_cross_mesh(request: Request) -> Program:
     """Plan a request whose source and target are on different meshes.
 
     Partial values are reduced on the source mesh and created on the target mesh, with one exchange in between. With a
-    topology the exchange may also bring shards to the target mesh, which then all-gathers them inside its nodes.
+    topology values are reduced on the path that a request on the source mesh alone would take, and the exchange may
+    bring shards to the target mesh, which are then all-gathered inside its nodes.
 
     Raises:
         ArgumentError: no plan that was found stays within `max_bytes`.
@@ -43,26 +48,29 @@ def plan_cross_mesh(request: Request) -> Program:
     partial = [m for m, p in enumerate(target.placements) if isinstance(p, Partial)]
     whole = target.with_placement(partial, Replicate())
     candidates: list[list[Leg]] = []
-    for sent in _reduced_sources(source, shape):
-        for received in _received_layouts(target_mesh, whole, shape, topology):
-            ends = [
-                (source_mesh, source), (source_mesh, sent), (target_mesh, received), (target_mesh, whole),
-                (target_mesh, target),
-            ]  # fmt: skip
+    for reduced in _reducing_paths(source_mesh, shape, dtype, source, topology):
+        for gathered in _gathering_paths(target_mesh, shape, whole, topology, (source_mesh, reduced[-1])):
+            ends = [(source_mesh, layout) for layout in reduced]
+            ends += [(target_mesh, layout) for layout in (*gathered, target)]
             candidates.append([(*a, *b) for a, b in pairwise(ends) if a != b])
     if topology is None:
-        fewest = min(candidates, key=lambda legs: (_bytes_received(legs, shape, dtype), len(legs)))
-        return _program(request, fewest, (), request.rank)
+        legs = min(candidates, key=lambda legs: (_bytes_received(legs, shape, dtype), len(legs)))
+        return _program(request, legs, (), request.rank)
     paths = [(_path(legs, shape, dtype, topology), legs) for legs in candidates]
     paths.sort(key=lambda entry: (entry[0].us, len(entry[1])))
 
     def program(index: int, rank: int | None) -> Program:
         others = with_others([path for path, _ in paths], index).others
-        return _program(request, paths[index][1], others, rank)
+        plain = tuple([path for path in others if not any(isinstance(x, NodeLayout) for x in path.layouts)])
+        return _program(request, paths[index][1], plain, rank)
 
-    if max_bytes is None:
-        return program(0, request.rank)
     is_large = union_mesh(source_mesh, target_mesh).size > PRICED_WHOLE
+    if max_bytes is None:
+        if not is_large and any(has_irregular_nodes(mesh, topology) for mesh in (source_mesh, target_mesh)):
+            alike = [entry for entry in paths if entry[0].us <= ALIKE * paths[0][0].us]
+            fewest = min(alike, key=lambda entry: _into_busiest_node(request, entry[1]))
+            paths.insert(0, paths.pop(paths.index(fewest)))
+        return program(0, request.rank)
     peaks = []
     for index, (path, _) in enumerate(paths):
         peaks.append(path.peak_bytes if is_large else max(program(index, None).peak_bytes))
@@ -76,31 +84,63 @@ def plan_cross_mesh(request: Request) -> Program:
 
 def _program(request: Request, legs: list[Leg], others: tuple[Path, ...], rank: int | None) -> Program:
     source_mesh, shape, dtype, source, target, target_mesh = request.fields()
-    topology = request.topology
-    union, nodes = union_mesh(source_mesh, target_mesh), None if topology is None else topology.rank_nodes
-    steps: list[Step] = []
-    for mesh, a, other, b in legs:
-        layouts = bound_fan_in(mesh, (a, b))  # between two meshes no value is reduced
-        changes = [layout_change(mesh, dtype, x, y, nodes, other, union) for x, y in pairwise(layouts)]
-        steps += [build_step(change, shape, rank) for change in changes]
-    return Program(union, shape, dtype, source, target, tuple(steps), rank, topology, others, source_mesh, target_mesh)
+    topology, union = request.topology, union_mesh(source_mesh, target_mesh)
+    steps: tuple[Step, ...] = tuple([build_step(change, shape, rank) for change in _changes(request, legs)])
+    return Program(union, shape, dtype, source, target, steps, rank, topology, others, source_mesh, target_mesh)
 
 
-def _reduced_sources(source: Layout, shape: tuple[int, ...]) -> list[Layout]:
-    """The layouts without partial that the source may be reduced to: sharded along any tensor dim, or replicated."""
+def _changes(request: Request, legs: list[Leg]) -> list[LayoutChange]:
+    """The change of each leg, at the positions of the program."""
+    nodes = None if request.topology is None else request.topology.rank_nodes
+    union = union_mesh(request.mesh, request.target_mesh)
+    return [layout_change(mesh, request.dtype, a, b, nodes, other, union) for mesh, a, other, b in legs]
+
+
+def _into_busiest_node(request: Request, legs: list[Leg]) -> int:
+    assert request.topology is not None
+    return elements_into_busiest_node(_changes(request, legs), request.shape, request.topology)
+
+
+def _reducing_paths(
+    mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, topology: Topology | None
+) -> list[tuple[Layout, ...]]:
+    """Paths on the source mesh to layouts without partial: sharded along any tensor dim, or replicated."""
     partial = [m for m, p in enumerate(source.placements) if isinstance(p, Partial)]
     if not partial:
-        return [source]
+        return [(source,)]
     shards = [source.with_placement(partial, Shard(d)) for d, n in enumerate(shape) if n > 1]
-    return [*shards, source.with_placement(partial, Replicate())]
+    paths = []
+    for reduced in (*shards, source.with_placement(partial, Replicate())):
+        if topology is None:
+            paths.append(bound_fan_in(mesh, (source, reduced)))
+        else:
+            found = Search(mesh, shape, dtype, source, reduced, topology).cheapest()
+            paths.append(best_path(mesh, shape, dtype, source, reduced, topology, found).layouts)
+    return paths
 
 
-def _received_layouts(mesh: Mesh, whole: Layout, shape: tuple[int, ...], topology: Topology | None) -> list[Layout]:
-    """The layouts that the target mesh may receive: the target itself, or shards of it inside each node."""
-    inside = []
-    if topology is not None:
-        inside = [m for m in priced_ranks(mesh, topology).inside if whole.placements[m] == Replicate()]
-    return [whole, *(whole.with_placement(inside, Shard(d)) for d, n in enumerate(shape) if inside and n > 1)]
+def _gathering_paths(
+    mesh: Mesh, shape: tuple[int, ...], whole: Layout, topology: Topology | None, sent: tuple[Mesh, Layout]
+) -> list[tuple[Layout, ...]]:
+    """Paths on the target mesh to `whole`, from what it may receive: `whole` itself, or parts of it that the ranks of a
+    node then all-gather.
+
+    Args:
+        sent: the mesh and the layout that it receives from.
+    """
+    paths: list[tuple[Layout, ...]] = [(whole,)]
+    replicated = [m for m, p in enumerate(whole.placements) if p == Replicate() and mesh.shape[m] > 1]
+    if topology is None or not replicated:
+        return paths
+    cut = [d for d, n in enumerate(shape) if n > 1]
+    inside = [m for m in priced_ranks(mesh, topology).inside if m in replicated]
+    if inside:
+        paths += [(whole.with_placement(inside, Shard(d)), whole) for d in cut]
+    strided = whole.strided_dims or sent[1].strided_dims
+    if has_irregular_nodes(mesh, topology) and sent[0].size <= MAX_RANKS and not strided:
+        along, nodes = tuple(replicated), topology.rank_nodes
+        paths += [(NodeLayout("node shares", whole, d, along, mesh, nodes), whole) for d in cut]
+    return paths
 
 
 def _path(legs: list[Leg], shape: tuple[int, ...], dtype: str, topology: Topology) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +12,7 @@ from .cost.node_cost import node_step_price
 from .cost.priced_ranks import priced_ranks
 from .cost.step_cost import StepPrice
 from .cost.topology import Topology
+from .exchange.layout_change import LayoutChange
 from .exchange.node_change import NodeChange, layout_change
 from .exchange.senders import transfer_table
 from .exchange.transfer_table import elements_into_nodes
@@ -31,7 +32,7 @@ sums to which replicas of the source contribute."""
 _PROMISING = 1.35
 """Paths that cost more than this times the cheapest are given up."""
 _BALANCED = 64  # ranks times cheapest paths that are also tried with shares of different sizes
-_ALIKE = 1.2
+ALIKE = 1.2
 """Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it."""
 
 
@@ -39,25 +40,30 @@ def best_path(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology, found: Path
 ) -> Path:
     """The best of `found`, the cheapest path that a search has found, and of the paths in which the ranks of a node
-    share what it receives, and add what it sends: of those that cost at most `_ALIKE` times the cheapest the one by
+    share what it receives, and add what it sends: of those that cost at most `ALIKE` times the cheapest the one by
     which the busiest node receives least.
 
     It is `found` on a topology of `node_size` alone (`Topology.has_only_node_size`), where the nodes are the product of
     mesh dims, for strided shards, for mesh dims that become partial, and on meshes of more than `MAX_RANKS` ranks.
     """
     paths = [found, *node_paths(mesh, shape, dtype, source, target, topology)]
-    limit = _ALIKE * min(path.us for path in paths)
+    limit = ALIKE * min(path.us for path in paths)
     paths = [path for path in paths if path.us <= limit]
     if len(paths) == 1:
         return paths[0]
 
     def received(path: Path) -> tuple[int, float]:
         changes = [layout_change(mesh, dtype, a, b, topology.rank_nodes) for a, b in pairwise(path.layouts)]
-        into = np.array([elements_into_nodes(transfer_table(change, shape), nodes) for change in changes])
-        return int(into.sum(axis=0).max()), path.us
+        return elements_into_busiest_node(changes, shape, topology), path.us
 
-    nodes = numbered(topology.nodes_of(mesh.rank_array))[1]
     return min(paths, key=received)
+
+
+def elements_into_busiest_node(changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology) -> int:
+    """The elements that enter the node that receives most in all steps together; their changes have equal positions."""
+    nodes = numbered(topology.nodes_of(changes[0].positions.rank_array))[1]
+    into = [elements_into_nodes(transfer_table(change, shape), nodes) for change in changes]
+    return int(np.sum(into, axis=0).max())
 
 
 def node_paths(
@@ -95,11 +101,19 @@ def node_paths(
 
 
 def _applies(mesh: Mesh, source: Layout, target: Layout, topology: Topology) -> bool:
-    if topology.rank_nodes is None or topology.has_only_node_size or not 2 < mesh.size <= MAX_RANKS:
-        return False
     if source.strided_dims or target.strided_dims:
         return False
     if any(isinstance(b, Partial) and a != b for a, b in zip(source.placements, target.placements, strict=True)):
+        return False
+    return has_irregular_nodes(mesh, topology)
+
+
+def has_irregular_nodes(mesh: Mesh, topology: Topology) -> bool:
+    """Whether ranks share nodes that are not the product of mesh dims, on a mesh of up to `MAX_RANKS` ranks.
+
+    Never on a topology of `node_size` alone (`Topology.has_only_node_size`).
+    """
+    if topology.rank_nodes is None or topology.has_only_node_size or not 2 < mesh.size <= MAX_RANKS:
         return False
     ranks = priced_ranks(mesh, topology)
     on_node = ranks.members.sum(axis=1)

@@ -13,9 +13,9 @@ from .topology import Topology
 
 
 def node_step_price(change: NodeChange, shape: tuple[int, ...], topology: Topology) -> StepPrice:
-    """The price of performing `change` on a tensor of `shape` in one step, of a mesh of up to `PRICED_WHOLE` ranks. It
+    """The price of performing `change` on a tensor of `shape` in one step, with up to `PRICED_WHOLE` ranks in all. It
     has no lower bound."""
-    mesh, size = change.source_mesh, ITEMSIZE[change.dtype]
+    mesh, size = change.positions, ITEMSIZE[change.dtype]
     table = node_transfer_table(change, shape)
     nodes, ranks = topology.nodes_of(mesh.rank_array), mesh.size
     receiver = np.broadcast_to(table.receiver[:, None], table.sender.shape)
@@ -39,8 +39,13 @@ def node_step_price(change: NodeChange, shape: tuple[int, ...], topology: Topolo
     over_node = node.us(np.maximum(near_in, near_out), peers(inside))
     over_network = network.us(priced_ranks(mesh, topology).on_nic(far_in, far_out), peers(across))
     packed = (0 if node.one_sided else near_in + near_out) + (0 if network.one_sided else far_in + far_out)
-    boxes = (shard_boxes(mesh, layout, shape)[0] for layout in (change.source, change.target))
-    before, after = ((box[:, :, 1] - box[:, :, 0]).prod(axis=1) * size for box in boxes)
+    before, after = np.zeros((2, ranks), dtype=np.int64)
+    for held, (on, layout) in (
+        (before, (change.source_mesh, change.source)),
+        (after, (change.target_mesh, change.target)),
+    ):
+        box = shard_boxes(on, layout, shape)[0]
+        held[mesh.positions_of(on.rank_array)] = (box[:, :, 1] - box[:, :, 0]).prod(axis=1) * size
     reduced = np.bincount(table.receiver, weights=(terms.sum(axis=1) - 1) * table.elements, minlength=ranks) * size
     us = np.maximum(over_node, over_network) + topology.copy_us(by_rank(receiver, own) + packed + reduced)
     staged = packed + (change.contributors if change.contributors > 1 else 0) * after

@@ -20,7 +20,7 @@ _NO_BOUND = np.iinfo(np.int64).max
 
 
 class NodeChange(LayoutChange):
-    """The change from layout `source` to layout `target` on one mesh, at least one of which is a `NodeLayout`.
+    """The change from layout `source` to layout `target`, at least one of which is a `NodeLayout`.
 
     Neither has strided shards, and no mesh dim becomes partial.
 
@@ -29,13 +29,25 @@ class NodeChange(LayoutChange):
         contributors: the number of terms per element on the rank that reduces most; others have `FILL` instead.
     """
 
-    def __init__(self, mesh: Mesh, dtype: str, source: Layout, target: Layout, nodes: Nodes | None) -> None:
-        super().__init__(mesh, dtype, source, target, nodes)
-        along = {m for x in (source, target) if isinstance(x, NodeLayout) for m in x.along}
-        assert self.closure is not None
-        self.closure = self.source_dims = self.target_dims = tuple(sorted({*self.closure, *along}))
+    def __init__(
+        self,
+        mesh: Mesh,
+        dtype: str,
+        source: Layout,
+        target: Layout,
+        nodes: Nodes | None,
+        target_mesh: Mesh | None = None,
+        positions: Mesh | None = None,
+    ) -> None:
+        super().__init__(mesh, dtype, source, target, nodes, target_mesh, positions)
+        if self.closure is not None:
+            along = {m for x in (source, target) if isinstance(x, NodeLayout) for m in x.along}
+            self.closure = self.source_dims = self.target_dims = tuple(sorted({*self.closure, *along}))
         self.replicas, self.split, self.shards_split, self.keepers = (), (), (), ()
-        summed = [m for m, p in enumerate(source.placements) if isinstance(p, Partial) and target.placements[m] != p]
+        summed = []
+        if self.closure is not None:
+            placements = enumerate(zip(source.placements, target.placements, strict=True))
+            summed = [m for m, (p, wanted) in placements if isinstance(p, Partial) and wanted != p]
         if isinstance(target, NodeLayout) and target.kind == "node sums":
             summed = list(target.summed)
         self.reduced = tuple(summed)
@@ -71,6 +83,8 @@ class NodeChange(LayoutChange):
         """[receivers, holders] whether a rank may send to another: they have the partial values of the same mesh dims
         that are not reduced, and where a node adds its terms they share it."""
         mesh, target = self.source_mesh, self.target
+        if self.closure is None:
+            return np.ones((self.target_mesh.size, mesh.size), dtype=bool)
         kept = [m for m in self.source.partial_dims if m not in self.reduced]
         if isinstance(self.source, NodeLayout) and self.source.kind == "node sums":
             # Replicas of a value are not added by the same nodes, so a sum takes all its terms from one replica.
@@ -82,7 +96,6 @@ class NodeChange(LayoutChange):
         for m in same:
             if not (isinstance(target, NodeLayout) and to_sums and m in target.along):
                 alike &= mesh.coordinates[m][:, None] == mesh.coordinates[m]
-        assert self.closure is not None
         for m in set(range(mesh.ndim)).difference(self.closure):  # only ranks of the step's group take part
             alike &= mesh.coordinates[m][:, None] == mesh.coordinates[m]
         if isinstance(target, NodeLayout) and to_sums:
@@ -91,8 +104,14 @@ class NodeChange(LayoutChange):
 
     @cached_property
     def _near(self) -> np.ndarray:
-        node = nodes_of(self.source_mesh.rank_array, self.nodes)
-        return node[:, None] == node
+        """[receivers, holders] whether they share a node."""
+        receivers, holders = (nodes_of(m.rank_array, self.nodes) for m in (self.target_mesh, self.source_mesh))
+        return receivers[:, None] == holders
+
+    @cached_property
+    def _is_itself(self) -> np.ndarray:
+        """[receivers, holders] whether they are the same rank."""
+        return self.target_mesh.rank_array[:, None] == self.source_mesh.rank_array
 
 
 @lru_cache(maxsize=1024)
@@ -103,7 +122,7 @@ def node_transfer_table(change: NodeChange, shape: tuple[int, ...]) -> TransferT
     itself comes first, then those of its node, then all, in turn.
     """
     held_from, held = shard_boxes(change.source_mesh, change.source, shape)
-    wanted_from, wanted = shard_boxes(change.source_mesh, change.target, shape)
+    wanted_from, wanted = shard_boxes(change.target_mesh, change.target, shape)
     low = np.maximum(held[:, :, 0], wanted[:, None, :, 0])  # [receivers, holders, tensor dims]
     high = np.minimum(held[:, :, 1], wanted[:, None, :, 1])
     meets = change._receives_from & (low < high).all(axis=2)
@@ -114,7 +133,12 @@ def node_transfer_table(change: NodeChange, shape: tuple[int, ...]) -> TransferT
     sender = _senders(change, receiver, meets, holds, number)
     extent, ones = stop - start, np.ones_like(start)
     starts = start - held_from[sender[:, 0], :, 0], start - wanted_from[receiver, :, 0]
-    return TransferTable(receiver, sender, *starts, extent, ones, ones, tuple(range(len(shape))))
+    positions = change.positions
+    if positions is not change.source_mesh or positions is not change.target_mesh:
+        receiver = positions.positions_of(change.target_mesh.rank_array[receiver])
+        sender = np.where(sender == FILL, FILL, positions.positions_of(change.source_mesh.rank_array[sender]))
+    table = TransferTable(receiver, sender, *starts, extent, ones, ones, tuple(range(len(shape))))
+    return table if positions is change.target_mesh else table.select(np.argsort(receiver, kind="stable"))
 
 
 @lru_cache(maxsize=256)
@@ -170,7 +194,7 @@ def _senders(
     present = np.logical_or.reduceat(meets[:, order], first, axis=1)
     column = (present.cumsum(axis=1) - 1)[:, index]  # [receivers, holders]
     holds = holds[:, order]
-    preference = (1 + change._near[:, order] + (order == np.arange(len(order))[:, None])).astype(np.int8)
+    preference = (1 + change._near[:, order] + change._is_itself[:, order]).astype(np.int8)
     preference = np.where(holds, preference[receiver], 0)
     equal = holds & (preference == np.maximum.reduceat(preference, first, axis=1)[:, index])
     before = equal.cumsum(axis=1, dtype=np.int16) - equal
@@ -195,5 +219,5 @@ def layout_change(
 ) -> LayoutChange:
     """The change between two layouts; cached. Args as for `LayoutChange`."""
     if isinstance(source, NodeLayout) or isinstance(target, NodeLayout):
-        return NodeChange(mesh, dtype, source, target, nodes)
+        return NodeChange(mesh, dtype, source, target, nodes, target_mesh, positions)
     return LayoutChange(mesh, dtype, source, target, nodes, target_mesh, positions)

@@ -97,8 +97,12 @@ def totals(program: ProgramBase) -> list[str]:
         over_network = format_bytes(max(program.bytes_over_network))
         lines.append(f"{program.cost_us:.1f} µs on {program.topology.name}, {over_network} over the network")
         for other in program.others:
-            reason = "over max_bytes" if other.over_max_bytes else f"{other.us / program.cost_us:.2f}×"
-            lines.append(f"  not {other}: {other.us:.1f} µs, {reason}")
+            reason = ""
+            if other.over_max_bytes:
+                reason = ", over max_bytes"
+            elif program.cost_us:  # 0 without steps
+                reason = f", {other.us / program.cost_us:.2f}×"
+            lines.append(f"  not {other}: {other.us:.1f} µs{reason}")
         if program.topology.origin:
             lines.append(f"topology found: {program.topology.origin}")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,13 @@ def test_explain(name: str) -> None:
 
 def test_golden_files_are_all_used() -> None:
     assert {path.stem for path in GOLDEN.glob("*.txt")} == set(NAMES)
+
+
+def test_no_cost_of_empty_tensors() -> None:
+    """Rejected paths take as much time: none."""
+    topology = replace(NVLINK_INFINIBAND, node_size=2)
+    text = plan((2, 4), (0, 3), "float32", "P P", "R R", topology=topology).explain()
+    assert "0.0 µs on" in text and text.endswith("(R R R): 0.0 µs")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@ import math
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 import torch
+from node_bytes import into_nodes
+from test_node_topologies import without_latency
 from test_simulate import integers, oracle, poison  # noqa: F401
 from variants import crossed
 
@@ -22,6 +25,8 @@ NODES = {
     "bytes": None,
     "nodes of 2": replace(NVLINK_INFINIBAND, node_size=2),
     "slow nodes of 4": replace(NVLINK_INFINIBAND, node_size=4, network=SLOW),
+    "uneven nodes": without_latency([0, 1, 1, 2, 2, 2, 3, 0, *[1] * 12, *[4] * 12]),
+    "ranks in turn": without_latency([rank % 3 for rank in range(32)]),
 }
 MESHES = {
     "disjoint": (Mesh((2, 2)), Mesh((4,), ranks=(4, 5, 6, 7))),
@@ -161,6 +166,65 @@ def test_cross_mesh_bytes_enter_node_once() -> None:
         ArgumentError, match=r"max_bytes: 1000; allowed: at least \d+, needed by the smallest plan found, \(S0 S0\) → "
     ):
         shardweave.plan(trainer, (4096, 4096), "bfloat16", "S0 S0", "R R", max_bytes=1000, **capped)
+
+
+# The nodes of ranks 0, 1, …; the tensors that have to enter each node.
+@pytest.mark.parametrize(
+    ("nodes", "meshes", "source", "target", "least"),
+    [
+        ([0, 0, 1, 1, 2, 2], ((4,), [4, 5]), "P", "R", [0.5, 0.5, 1]),
+        ([0, 0, 1, 1, 2, 2], ((4,), [4, 5]), "P", "S0", [0.5, 0.5, 1]),
+        ([0, 0, 1, 1, 2, 2], ((4,), [4]), "P", "R", [0.5, 0.5, 1]),
+        ([0, 0, 1, 1, 2, 2], ((4,), [0, 1, 2, 3, 4, 5]), "P", "R", [1, 1, 1]),
+        ([0, 1, 0, 1], ((4,), [[0, 1], [2, 3]]), "P", "R R", [1, 1]),
+        ([0, 0, 0, 1], ((2, 2), [0, 1, 2, 3]), "P P", "R", [1, 1]),
+        ([0, 1, 1], ((1,), [0, 1, 2]), "R", "R", [0, 1]),
+        ([0, 1, 1, 2, 2, 2], ((1,), [1, 2, 3, 4, 5]), "R", "R", [0, 1, 1]),
+        ([0, 1, 2, 3, 2, 2], ((2,), [2, 3, 4, 5]), "S0", "R", [0, 0, 1, 1]),
+        ([0, 0, 1, 1], ((4,), [1, 2, 3]), "S0", "R", [0.5, 0.5]),
+        ([0, 0, 1, 1], ((2,), [0, 2, 3]), "S0", "R", [0, 1]),
+        ([0, 1, 0, 1], ((2,), [0, 1, 2, 3]), "S0", "R", [0.5, 0.5]),
+    ],
+)
+def test_bytes_that_enter_nodes(
+    nodes: list[int], meshes: tuple[tuple[int, ...], list], source: str, target: str, least: list[float]
+) -> None:
+    """Of sums on the ranks of a node one term leaves it, and what several of its ranks want enters it once."""
+    a, of_target = Mesh(meshes[0]), torch.tensor(meshes[1])
+    b = Mesh(tuple(of_target.shape), ranks=of_target.flatten().tolist())
+    program = prove(a, b, (48, 36), source, target, without_latency(nodes))
+    of_position = [nodes[rank] for rank in program.mesh.rank_array.tolist()]
+    assert into_nodes(program, of_position) == [48 * 36 * share for share in least], program.explain()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_meshes_on_nodes_receive_least(seed: int) -> None:
+    random = Random(seed)
+    size = random.randint(3, 10)
+    nodes = [0, 1, *(random.randrange(random.choice([2, 3])) for _ in range(size - 2))]
+    meshes = []
+    for _ in range(2):
+        shape = random.choice([(n,) for n in range(1, size + 1)] + [(2, n) for n in range(1, size // 2 + 1)])
+        meshes.append(Mesh(shape, ranks=random.sample(range(size), math.prod(shape))))
+    a, b = meshes
+    source, target = (" ".join(random.choice(["R", "S0", "S1"]) for _ in mesh.shape) for mesh in meshes)
+    shape = 60, 48
+    program = shardweave.plan(a, shape, "float32", source, target, target_mesh=b, topology=without_latency(nodes))
+    held, wanted = (
+        dict(zip(mesh.rank_array.tolist(), oracle.held_mask(mesh.shape, shape, text), strict=True))
+        for mesh, text in ((a, source), (b, target))
+    )
+    nothing = np.zeros((1, math.prod(shape)), dtype=bool)
+    entering = []
+    for node in range(3):
+        of_node = [rank for rank in range(size) if nodes[rank] == node]
+        has, wants = (
+            np.concatenate([nothing, *(masks[rank][None] for rank in of_node if rank in masks)]).any(axis=0)
+            for masks in (held, wanted)
+        )
+        entering.append(int((wants & ~has).sum()))
+    of_position = [nodes[rank] for rank in program.mesh.rank_array.tolist()]
+    assert max(into_nodes(program, of_position)) <= max(entering) + 0.05 * math.prod(shape), program.explain()
 
 
 def test_meshes_with_different_names_are_equal() -> None:
