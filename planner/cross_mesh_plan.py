@@ -21,7 +21,7 @@ from .layouts.layout import Layout
 from .layouts.mesh import Mesh, union_mesh
 from .layouts.node_layout import MAX_RANKS, NodeLayout
 from .layouts.placements import Partial, Replicate, Shard
-from .node_paths import ALIKE, best_path, elements_into_busiest_node, has_irregular_nodes
+from .node_paths import ALIKE, best_path, elements_into_busiest_node, has_few_boxes, has_irregular_nodes
 from .path import Path, with_others
 from .program import Program
 from .request import Request
@@ -136,10 +136,11 @@ def _gathering_paths(
     inside = [m for m in priced_ranks(mesh, topology).inside if m in replicated]
     if inside:
         paths += [(whole.with_placement(inside, Shard(d)), whole) for d in cut]
-    strided = whole.strided_dims or sent[1].strided_dims
-    if has_irregular_nodes(mesh, topology) and sent[0].size <= MAX_RANKS and not strided:
+    few_boxes = has_few_boxes(mesh, whole, shape) and has_few_boxes(*sent, shape)
+    if has_irregular_nodes(mesh, topology) and sent[0].size <= MAX_RANKS and few_boxes:
         along, nodes = tuple(replicated), topology.rank_nodes
-        paths += [(NodeLayout("node shares", whole, d, along, mesh, nodes), whole) for d in cut]
+        shares = [NodeLayout("node shares", whole, d, along, mesh, nodes) for d in cut if d not in whole.strided_dims]
+        paths += [(layout, whole) for layout in shares]
     return paths
 
 

@@ -19,7 +19,7 @@ from .exchange.transfer_table import elements_into_nodes
 from .layouts.distinct import numbered
 from .layouts.dtypes import ITEMSIZE
 from .layouts.index_sets import held_sizes
-from .layouts.layout import Layout
+from .layouts.layout import Layout, pairs_of
 from .layouts.mesh import Mesh
 from .layouts.node_layout import MAX_RANKS, Kind, NodeLayout
 from .layouts.placements import Partial, Replicate
@@ -31,6 +31,7 @@ _WIDE = 16
 sums to which replicas of the source contribute."""
 _PROMISING = 1.35
 """Paths that cost more than this times the cheapest are given up."""
+_MOST_BOXES = 128  # of the strided shards of all ranks
 _BALANCED = 64  # ranks times cheapest paths that are also tried with shares of different sizes
 ALIKE = 1.2
 """Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it."""
@@ -44,7 +45,8 @@ def best_path(
     which the busiest node receives least.
 
     It is `found` on a topology of `node_size` alone (`Topology.has_only_node_size`), where the nodes are the product of
-    mesh dims, for strided shards, for mesh dims that become partial, and on meshes of more than `MAX_RANKS` ranks.
+    mesh dims, for strided shards in many pieces, for mesh dims that become partial, and on meshes of more than
+    `MAX_RANKS` ranks.
     """
     paths = [found, *node_paths(mesh, shape, dtype, source, target, topology)]
     limit = ALIKE * min(path.us for path in paths)
@@ -70,7 +72,7 @@ def node_paths(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
 ) -> list[Path]:
     """The paths that `best_path` compares with that of a search."""
-    if not _applies(mesh, source, target, topology):
+    if not _applies(mesh, shape, source, target, topology):
         return []
     paths: list[Path] = []
     prices: dict[tuple[Layout, Layout], StepPrice] = {}
@@ -92,7 +94,7 @@ def node_paths(
         paths.append(Path(layouts, us, peak))
 
     for layouts in dict.fromkeys(_paths(mesh, shape, source, target, topology)):
-        if _replicas_are_equal(layouts):
+        if _replicas_are_equal(layouts) and not any(_cuts_strided(layout) for layout in layouts):
             add(layouts)
     for path in sorted(paths, key=lambda path: path.us)[: _BALANCED // mesh.size]:
         if balanced := balanced_shares(path.layouts, shape, dtype):
@@ -100,12 +102,20 @@ def node_paths(
     return paths
 
 
-def _applies(mesh: Mesh, source: Layout, target: Layout, topology: Topology) -> bool:
-    if source.strided_dims or target.strided_dims:
+def _applies(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, topology: Topology) -> bool:
+    if not (has_few_boxes(mesh, source, shape) and has_few_boxes(mesh, target, shape)):
         return False
     if any(isinstance(b, Partial) and a != b for a, b in zip(source.placements, target.placements, strict=True)):
         return False
     return has_irregular_nodes(mesh, topology)
+
+
+def has_few_boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether all shards together have few boxes: strided ones have many, each of which is planned by itself."""
+    if not layout.strided_dims:
+        return True
+    splits = (split for d in layout.strided_dims for _, split in pairs_of(layout.cuts(d)))
+    return mesh.size * math.prod(splits) <= _MOST_BOXES
 
 
 def has_irregular_nodes(mesh: Mesh, topology: Topology) -> bool:
@@ -132,6 +142,11 @@ def _replicas_are_equal(layouts: tuple[Layout, ...]) -> bool:
     return True
 
 
+def _cuts_strided(layout: Layout) -> bool:
+    """Whether a layout cuts a tensor dim with a strided shard by nodes, which `NodeChange` does not know."""
+    return isinstance(layout, NodeLayout) and layout.tensor_dim in layout.base.strided_dims
+
+
 def _paths(
     mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, topology: Topology
 ) -> Iterator[tuple[Layout, ...]]:
@@ -140,7 +155,8 @@ def _paths(
         m for m in dims if isinstance(source.placements[m], Partial) and target.placements[m] != source.placements[m]
     )
     replicated = tuple(m for m in dims if target.placements[m] == Replicate())
-    largest = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -shape[d])
+    strided = {*source.strided_dims, *target.strided_dims}
+    largest = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: (d in strided, -shape[d]))
 
     def cut(kind: Kind, base: Layout, along: tuple[int, ...]) -> Callable[[int], NodeLayout]:
         return lambda d: NodeLayout(kind, base, d, along, mesh, topology.rank_nodes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..exchange.node_change import NodeChange, node_transfer_table, shard_boxes
+from ..exchange.node_change import NodeChange, held_elements, node_transfer_table
 from ..exchange.transfer_table import FILL
 from ..layouts.dtypes import ITEMSIZE
 from .priced_ranks import priced_ranks
@@ -44,8 +44,7 @@ def node_step_price(change: NodeChange, shape: tuple[int, ...], topology: Topolo
         (before, (change.source_mesh, change.source)),
         (after, (change.target_mesh, change.target)),
     ):
-        box = shard_boxes(on, layout, shape)[0]
-        held[mesh.positions_of(on.rank_array)] = (box[:, :, 1] - box[:, :, 0]).prod(axis=1) * size
+        held[mesh.positions_of(on.rank_array)] = held_elements(on, layout, shape) * size
     reduced = np.bincount(table.receiver, weights=(terms.sum(axis=1) - 1) * table.elements, minlength=ranks) * size
     us = np.maximum(over_node, over_network) + topology.copy_us(by_rank(receiver, own) + packed + reduced)
     staged = packed + (change.contributors if change.contributors > 1 else 0) * after

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, lru_cache
+from itertools import accumulate, product
+from typing import NamedTuple
 
 import numpy as np
 
-from ..layouts.index_sets import boxes_of_all
+from ..layouts.index_sets import boxes_of_all, held_sizes, spans_by_dim
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.node_layout import NodeLayout
@@ -22,7 +24,7 @@ _NO_BOUND = np.iinfo(np.int64).max
 class NodeChange(LayoutChange):
     """The change from layout `source` to layout `target`, at least one of which is a `NodeLayout`.
 
-    Neither has strided shards, and no mesh dim becomes partial.
+    No mesh dim becomes partial, and no `NodeLayout` cuts a tensor dim with a strided shard.
 
     Attributes:
         term: [positions] the index of the term that each rank holds.
@@ -121,18 +123,23 @@ def node_transfer_table(change: NodeChange, shape: tuple[int, ...]) -> TransferT
     A receiver's target shard is cut where a holder's part of it begins or ends. Of equal holders of a box the receiver
     itself comes first, then those of its node, then all, in turn.
     """
-    held_from, held = shard_boxes(change.source_mesh, change.source, shape)
-    wanted_from, wanted = shard_boxes(change.target_mesh, change.target, shape)
-    low = np.maximum(held[:, :, 0], wanted[:, None, :, 0])  # [receivers, holders, tensor dims]
-    high = np.minimum(held[:, :, 1], wanted[:, None, :, 1])
-    meets = change._receives_from & (low < high).all(axis=2)
-    receiver, start, stop, number = _cells(low, high, meets)
-    holds = meets[receiver]
+    held = shard_boxes(change.source_mesh, change.source, shape)
+    wanted = shard_boxes(change.target_mesh, change.target, shape)
+    low = np.maximum(held.start, wanted.start[:, None])  # [wanted, held, tensor dims]
+    high = np.minimum(held.stop, wanted.stop[:, None])
+    meets = change._receives_from[np.ix_(wanted.position, held.position)] & (low < high).all(axis=2)
+    box, start, stop, number = _cells(low, high, meets)
+    holds = meets[box]
     for d in range(len(shape)):
-        holds &= (held[:, d, 0] <= start[:, d, None]) & (stop[:, d, None] <= held[:, d, 1])
-    sender = _senders(change, receiver, meets, holds, number)
+        holds &= (held.start[:, d] <= start[:, d, None]) & (stop[:, d, None] <= held.stop[:, d])
+    sender_box = _senders(change, wanted.position, held.position, box, meets, holds, number)
     extent, ones = stop - start, np.ones_like(start)
-    starts = start - held_from[sender[:, 0], :, 0], start - wanted_from[receiver, :, 0]
+    of_holder, of_receiver = sender_box[:, 0], box
+    starts = (
+        start - held.start[of_holder] + held.at[of_holder],
+        start - wanted.start[of_receiver] + wanted.at[of_receiver],
+    )
+    receiver, sender = wanted.position[box], np.where(sender_box == FILL, FILL, held.position[sender_box])
     positions = change.positions
     if positions is not change.source_mesh or positions is not change.target_mesh:
         receiver = positions.positions_of(change.target_mesh.rank_array[receiver])
@@ -141,21 +148,58 @@ def node_transfer_table(change: NodeChange, shape: tuple[int, ...]) -> TransferT
     return table if positions is change.target_mesh else table.select(np.argsort(receiver, kind="stable"))
 
 
+class ShardBoxes(NamedTuple):
+    """The boxes that ranks have values of: one of each rank, or several where its shard is strided. Some are empty."""
+
+    position: np.ndarray
+    """[n], ascending."""
+    at: np.ndarray
+    """[n, tensor dims]: where each begins in the shard of its rank."""
+    start: np.ndarray
+    """[n, tensor dims]."""
+    stop: np.ndarray
+    """[n, tensor dims]."""
+
+
 @lru_cache(maxsize=256)
-def shard_boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """`boxes_of_all`; cached."""
-    return boxes_of_all(shape, layout, mesh)
+def shard_boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> ShardBoxes:
+    """The boxes of all ranks; cached."""
+    held, valid = boxes_of_all(shape, layout, mesh)
+    start, stop, at = valid[:, :, 0], valid[:, :, 1], valid[:, :, 0] - held[:, :, 0]
+    if not layout.strided_dims:
+        return ShardBoxes(np.arange(mesh.size), at, start, stop)
+    boxes = []
+    for position in range(mesh.size):
+        # Of each tensor dim: (at, start, stop) of each span.
+        by_dim = [[span] for span in zip(*[x[position].tolist() for x in (at, start, stop)], strict=True)]
+        spans = spans_by_dim(shape, layout, mesh.shape, mesh.coordinate(position))
+        for d in layout.strided_dims:
+            before = accumulate([high - low for low, high in spans[d]], initial=0)
+            by_dim[d] = [(first, *span) for first, span in zip(before, spans[d], strict=False)] or [(0, 0, 0)]
+        boxes += [(position, *zip(*box, strict=True)) for box in product(*by_dim)]
+    position_of, *columns = (np.array(column, dtype=np.int64) for column in zip(*boxes, strict=True))
+    return ShardBoxes(position_of, *columns)
+
+
+@lru_cache(maxsize=256)
+def held_elements(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
+    """[positions] the elements of the shards of all ranks; cached."""
+    if not layout.strided_dims:
+        held = boxes_of_all(shape, layout, mesh)[0]
+        return (held[:, :, 1] - held[:, :, 0]).prod(axis=1)
+    at = [mesh.coordinate(position) for position in range(mesh.size)]
+    return np.array([math.prod(held_sizes(shape, layout, mesh.shape, coordinate)) for coordinate in at])
 
 
 def _cells(low: np.ndarray, high: np.ndarray, meets: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The boxes into which the parts of the holders cut each receiver's shard: receiver [n], start [n, tensor dims],
-    stop, and the index among the boxes of the receiver [n].
+    """The boxes into which the parts of the holders cut each wanted box: its index [n], start [n, tensor dims], stop,
+    and the index among the boxes of the wanted one [n].
 
     Args:
-        low, high: [receivers, holders, tensor dims] the spans of the parts.
-        meets: [receivers, holders] whether there is such a part.
+        low, high: [wanted, held, tensor dims] the spans of the parts.
+        meets: [wanted, held] whether there is such a part.
     """
-    ranks, _, ndim = low.shape
+    number_wanted, _, ndim = low.shape
     bounds = np.where(
         np.concatenate([meets, meets], axis=1)[:, :, None], np.concatenate([low, high], axis=1), _NO_BOUND
     )
@@ -165,44 +209,53 @@ def _cells(low: np.ndarray, high: np.ndarray, meets: np.ndarray) -> tuple[np.nda
     first &= bounds != _NO_BOUND
     bounds = np.where(first, bounds, _NO_BOUND)
     bounds.sort(axis=1)
-    spans = np.maximum(first.sum(axis=1) - 1, 0)  # [receivers, tensor dims]
+    spans = np.maximum(first.sum(axis=1) - 1, 0)  # [wanted, tensor dims]
     cells = spans.prod(axis=1)
-    receiver = np.arange(ranks).repeat(cells)
-    number = np.arange(cells.sum()) - (cells.cumsum() - cells)[receiver]
-    start, stop = np.empty((2, len(receiver), ndim), dtype=np.int64)
+    box = np.arange(number_wanted).repeat(cells)
+    number = np.arange(cells.sum()) - (cells.cumsum() - cells)[box]
+    start, stop = np.empty((2, len(box), ndim), dtype=np.int64)
     index = number
     for d in reversed(range(ndim)):
-        index, at = np.divmod(index, spans[receiver, d])
-        start[:, d], stop[:, d] = bounds[receiver, at, d], bounds[receiver, at + 1, d]
-    return receiver, start, stop, number
+        index, at = np.divmod(index, spans[box, d])
+        start[:, d], stop[:, d] = bounds[box, at, d], bounds[box, at + 1, d]
+    return box, start, stop, number
 
 
 def _senders(
-    change: NodeChange, receiver: np.ndarray, meets: np.ndarray, holds: np.ndarray, number: np.ndarray
+    change: NodeChange,
+    receivers: np.ndarray,
+    holders: np.ndarray,
+    box: np.ndarray,
+    meets: np.ndarray,
+    holds: np.ndarray,
+    number: np.ndarray,
 ) -> np.ndarray:
-    """[n, contributors] the senders of each box, by the index of the term among those of its receiver.
+    """[n, contributors] the held box that each box is sent from, by the index of the term among those of its receiver.
 
     Args:
-        receiver, number: as `_cells` returns them.
-        meets: [receivers, holders] whether a holder has a part of what a receiver wants.
-        holds: [n, holders] whether it has all of the box.
+        receivers, holders: [wanted] and [held] the position of each box of a rank.
+        box, number: as `_cells` returns them.
+        meets: [wanted, held] whether a held box has a part of a wanted one.
+        holds: [n, held] whether it has all of the box.
     """
-    order = np.argsort(change.term, kind="stable")  # holders of a term are adjacent
-    term = change.term[order]
+    term = change.term[holders]
+    order = np.argsort(term, kind="stable")  # holders of a term are adjacent
+    term = term[order]
     first = np.flatnonzero(np.diff(term, prepend=-1))
     index = np.diff(term, prepend=-1).astype(bool).cumsum() - 1  # of each holder's term
     present = np.logical_or.reduceat(meets[:, order], first, axis=1)
-    column = (present.cumsum(axis=1) - 1)[:, index]  # [receivers, holders]
+    column = (present.cumsum(axis=1) - 1)[:, index]  # [wanted, held]
     holds = holds[:, order]
-    preference = (1 + change._near[:, order] + change._is_itself[:, order]).astype(np.int8)
-    preference = np.where(holds, preference[receiver], 0)
+    ends = np.ix_(receivers, holders[order])
+    preference = (1 + change._near[ends] + change._is_itself[ends]).astype(np.int8)
+    preference = np.where(holds, preference[box], 0)
     equal = holds & (preference == np.maximum.reduceat(preference, first, axis=1)[:, index])
     before = equal.cumsum(axis=1, dtype=np.int16) - equal
     among = np.add.reduceat(equal, first, axis=1, dtype=np.int16)[:, index]
-    turn = (number + receiver)[:, None] % np.maximum(among, 1)
+    turn = (number + receivers[box])[:, None] % np.maximum(among, 1)
     cell, holder = np.nonzero(equal & (before - before[:, first][:, index] == turn))
-    senders = np.full((len(receiver), change.contributors), FILL)
-    senders[cell, column[receiver[cell], holder]] = order[holder]
+    senders = np.full((len(box), change.contributors), FILL)
+    senders[cell, column[box[cell], holder]] = order[holder]
     assert (senders[:, :1] != FILL).all(), "a box without a holder"
     return senders
 

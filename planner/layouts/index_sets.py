@@ -170,7 +170,7 @@ def spans_at(
 
 def boxes_of_all(shape: Sequence[int], layout: Layout, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
     """[positions, tensor dims, 2] the spans of each rank's shard, and of what it has values of: its shard, or its part
-    of the sums of its node. Without strided shards."""
+    of the sums of its node. For strided tensor dims, those of the whole dim."""
     held = np.stack(spans_at(shape, layout, mesh.shape, mesh.coordinates)).T  # [positions, tensor dims, start and stop]
     if not isinstance(layout, NodeLayout):
         return held, held

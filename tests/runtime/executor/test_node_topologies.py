@@ -147,6 +147,59 @@ def test_uneven_nodes_receive_least(sizes: tuple[int, ...]) -> None:
             check_least((len(nodes),), nodes, source, target)
 
 
+# The nodes of ranks; the tensors that have to enter each.
+@pytest.mark.parametrize(
+    ("mesh", "nodes", "source", "target", "least"),
+    [
+        ((3,), [0, 1, 1], "S0//2", "R", [2 / 3, 1 / 3]),
+        ((4,), [0, 0, 1, 1], "S0//3", "R", [0.5, 0.5]),
+        ((4,), [0, 1, 0, 1], "S0//2", "R", [0.5, 0.5]),
+        ((2, 3), [0, 1, 1, 2, 2, 2], "S0//2 R", "R R", [0.5, 0.5, 0.5]),
+        ((2, 2), [0, 1, 1, 0], "S0//3 R", "R R", [0, 0]),
+        ((2, 2), [0, 0, 0, 1], "S0//2 R", "R R", [0, 0.5]),
+        ((2, 2), [0, 0, 0, 1], "P R", "S0//2 R", [0, 0.5]),
+        ((2, 2), [0, 0, 0, 1], "P S0//2", "R R", [0.5, 1]),
+    ],
+)
+def test_strided_shards_receive_least(
+    mesh: tuple[int, ...], nodes: list[int], source: str, target: str, least: list[float]
+) -> None:
+    program = plan(mesh, SHAPE, "float32", source, target, topology=without_latency(nodes))
+    assert into_nodes(program, nodes) == [round(math.prod(SHAPE) * share) for share in least], program.explain()
+    assert Program.from_json(program.to_json()).explain() == program.explain()
+    for dtype in ("float32", "float64"):
+        check_values((mesh, nodes, source, target), dtype)
+
+
+def check_strided_values(seeds: range) -> set[str]:
+    """Random shards, some of them strided, on random nodes."""
+    kinds: set[str] = set()
+    for seed in seeds:
+        case = drawn(seed, ("P", None)[seed % 2], uneven=seed % 3 > 0)
+        if case is None:
+            continue
+        random = Random(seed)
+        source, target = (
+            " ".join(f"{token}//{random.choice([2, 3])}" if token[0] == "S" and random.random() < 0.5 else token
+                     for token in text.split(" @ ")[0].split())
+            for text in case[2:]
+        )  # fmt: skip
+        program = check_values((*case[:2], source, target), "float64", **HOW[seed % 3])
+        kinds |= {layout.kind for step in program.steps if (layout := step.target) and hasattr(layout, "kind")}
+        assert Program.from_json(program.to_json()).digest == program.digest
+    return kinds
+
+
+def test_values_of_strided_shards_on_random_nodes(poison: None) -> None:  # noqa: F811
+    assert check_strided_values(range(30)) >= {"node sums", "node shares"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_values_of_many_strided_shards_on_random_nodes(part: int, poison: None) -> None:  # noqa: F811
+    check_strided_values(range(100 + 60 * part, 160 + 60 * part))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(10))
 def test_many_random_nodes_receive_least(part: int) -> None:
