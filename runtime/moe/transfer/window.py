@@ -202,7 +202,9 @@ class WindowTransfer(TokenTransfer):
             return out, DispatchRecord.of(tensors)._replace(scale=scale[0] if scale else None)
         with recorded_launches() as launches:
             _, record = yield from super().dispatch(tokens, own)
-        if ids.is_contiguous() and weights.stride(1) == 1 and len(self._repeated) < _MOST_REPEATED:
+        # Without rows, launches lack what they would be stored in.
+        may_repeat = self.config.rows > 0 and ids.is_contiguous() and weights.stride(1) == 1
+        if may_repeat and len(self._repeated) < _MOST_REPEATED:
             results = record.tensors()[1:]
             self._repeated[key] = RepeatedDispatch(launches, self._signals, ids, weights, weights_out, scale, results)
         return out, record._replace(scale=scale[0] if scale else None)

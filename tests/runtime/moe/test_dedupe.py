@@ -126,7 +126,18 @@ def test_many_routings(size: int) -> None:
 def in_the_interpreter(rank: int) -> str:
     assert kernels.interpreted(signal_kernel)
     crossing(rank)
+    without_room(rank)
     return digest(rounds_of(rank, "symmetric_memory", rounds=1, dedupe=True))
+
+
+def without_room(rank: int) -> None:
+    """A dispatcher with receive buffers of no rows."""
+    d = TokenDispatcher(**{**SETTINGS, "max_tokens": 0, "align": 1}, transport="symmetric_memory", dedupe=True)
+    assert d.config.rows == 0
+    t = tokens_of(rank, 0, SETTINGS["top_k"], E, H, torch.bfloat16, "uniform")
+    for _ in range(2):  # the second one may make the launches of the first again
+        routed = d.dispatch(t.x, t.ids, t.weights)
+        assert d.combine(routed.x, routed).shape == (0, H) and int(routed.num_rows) == 0
 
 
 def crossing(rank: int) -> None:
