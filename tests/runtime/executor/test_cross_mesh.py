@@ -17,6 +17,7 @@ from variants import crossed
 import shardweave
 from shardweave.errors import ArgumentError, UnsupportedError
 from shardweave.planner import NVLINK_INFINIBAND, Exchange, Layout, Mesh, Program, Topology
+from shardweave.planner.cost.byte_bound import bytes_bound
 
 pytestmark = pytest.mark.plan
 
@@ -168,33 +169,54 @@ def test_cross_mesh_bytes_enter_node_once() -> None:
         shardweave.plan(trainer, (4096, 4096), "bfloat16", "S0 S0", "R R", max_bytes=1000, **capped)
 
 
+def mesh_of(ranks: list) -> Mesh:
+    table = torch.tensor(ranks)
+    return Mesh(tuple(table.shape), ranks=table.flatten().tolist())
+
+
 # The nodes of ranks 0, 1, …; the tensors that have to enter each node.
 @pytest.mark.parametrize(
-    ("nodes", "meshes", "source", "target", "least"),
+    ("nodes", "from_ranks", "source", "to_ranks", "target", "least"),
     [
-        ([0, 0, 1, 1, 2, 2], ((4,), [4, 5]), "P", "R", [0.5, 0.5, 1]),
-        ([0, 0, 1, 1, 2, 2], ((4,), [4, 5]), "P", "S0", [0.5, 0.5, 1]),
-        ([0, 0, 1, 1, 2, 2], ((4,), [4]), "P", "R", [0.5, 0.5, 1]),
-        ([0, 0, 1, 1, 2, 2], ((4,), [0, 1, 2, 3, 4, 5]), "P", "R", [1, 1, 1]),
-        ([0, 1, 0, 1], ((4,), [[0, 1], [2, 3]]), "P", "R R", [1, 1]),
-        ([0, 0, 0, 1], ((2, 2), [0, 1, 2, 3]), "P P", "R", [1, 1]),
-        ([0, 1, 1], ((1,), [0, 1, 2]), "R", "R", [0, 1]),
-        ([0, 1, 1, 2, 2, 2], ((1,), [1, 2, 3, 4, 5]), "R", "R", [0, 1, 1]),
-        ([0, 1, 2, 3, 2, 2], ((2,), [2, 3, 4, 5]), "S0", "R", [0, 0, 1, 1]),
-        ([0, 0, 1, 1], ((4,), [1, 2, 3]), "S0", "R", [0.5, 0.5]),
-        ([0, 0, 1, 1], ((2,), [0, 2, 3]), "S0", "R", [0, 1]),
-        ([0, 1, 0, 1], ((2,), [0, 1, 2, 3]), "S0", "R", [0.5, 0.5]),
+        ([0, 0, 1, 1, 2, 2], [0, 1, 2, 3], "P", [4, 5], "R", [0.5, 0.5, 1]),
+        ([0, 0, 1, 1, 2, 2], [0, 1, 2, 3], "P", [4, 5], "S0", [0.5, 0.5, 1]),
+        ([0, 0, 1, 1, 2, 2], [0, 1, 2, 3], "P", [4], "R", [0.5, 0.5, 1]),
+        ([0, 0, 1, 1, 2, 2], [0, 1, 2, 3], "P", [0, 1, 2, 3, 4, 5], "R", [1, 1, 1]),
+        ([0, 1, 0, 1], [0, 1, 2, 3], "P", [[0, 1], [2, 3]], "R R", [1, 1]),
+        ([0, 0, 0, 1], [[0, 1], [2, 3]], "P P", [0, 1, 2, 3], "R", [1, 1]),
+        ([0, 1, 1], [0], "R", [0, 1, 2], "R", [0, 1]),
+        ([0, 1, 1, 2, 2, 2], [0], "R", [1, 2, 3, 4, 5], "R", [0, 1, 1]),
+        ([0, 1, 2, 3, 2, 2], [0, 1], "S0", [2, 3, 4, 5], "R", [0, 0, 1, 1]),
+        ([0, 0, 1, 1], [0, 1, 2, 3], "S0", [1, 2, 3], "R", [0.5, 0.5]),
+        ([0, 0, 1, 1], [0, 1], "S0", [0, 2, 3], "R", [0, 1]),
+        ([0, 1, 0, 1], [0, 1], "S0", [0, 1, 2, 3], "R", [0.5, 0.5]),
+        ([0, 0, 1, 1, 2, 2], [[0, 1], [4, 5]], "S0 R", [0, 1, 2, 3, 4], "R", [0.5, 1, 0.5]),
     ],
 )
 def test_bytes_that_enter_nodes(
-    nodes: list[int], meshes: tuple[tuple[int, ...], list], source: str, target: str, least: list[float]
+    nodes: list[int], from_ranks: list, source: str, to_ranks: list, target: str, least: list[float]
 ) -> None:
-    """Of sums on the ranks of a node one term leaves it, and what several of its ranks want enters it once."""
-    a, of_target = Mesh(meshes[0]), torch.tensor(meshes[1])
-    b = Mesh(tuple(of_target.shape), ranks=of_target.flatten().tolist())
+    """Of sums on the ranks of a node one term leaves it, and what several of its ranks want enters it once. No rank
+    receives what it has."""
+    a, b = mesh_of(from_ranks), mesh_of(to_ranks)
     program = prove(a, b, (48, 36), source, target, without_latency(nodes))
     of_position = [nodes[rank] for rank in program.mesh.rank_array.tolist()]
     assert into_nodes(program, of_position) == [48 * 36 * share for share in least], program.explain()
+    for step in program.steps:
+        at = [(program.coordinate_in(step.source_mesh, p), program.coordinate_in(step.target_mesh, p))
+              for p in program.ranks]  # fmt: skip
+        lacking = bytes_bound((48, 36), "float32", step.source_mesh, step.source, step.target_mesh, step.target, at)
+        assert lacking in (None, [4 * step.boxes.elements_received(p) for p in program.ranks])
+
+
+def test_nodes_receive_less_if_prices_are_alike() -> None:
+    """Where each rank has a NIC of its own, a node that receives twice as much takes no longer."""
+    link = shardweave.Link(latency_us=2, gigabytes_per_s=200, one_sided=True)
+    slow, nodes = replace(link, gigabytes_per_s=0.1), [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
+    topology = Topology("any", None, link, slow, 20, 0.0, nodes)
+    program = prove(mesh_of([0, 8, 3, 5, 6]), mesh_of([1, 4, 8, 10]), (48, 36), "R", "R", topology)
+    into = into_nodes(program, [nodes[rank] for rank in program.mesh.rank_array.tolist()])
+    assert into == [0, 48 * 36, 0, 0, 48 * 36, 0], program.explain()
 
 
 @pytest.mark.parametrize("seed", range(40))
