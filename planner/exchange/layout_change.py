@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
+import numpy as np
+
 from ..layouts.dtypes import is_floating
 from ..layouts.layout import Layout, receivers_contribute
 from ..layouts.mesh import Mesh, union_mesh
@@ -92,6 +94,15 @@ class LayoutChange:
         """The op of the reduction over contributors; an average is a sum with a divisor."""
         ops = {p.op for m, p in enumerate(self.source.placements) if m in self.reduced and isinstance(p, Partial)}
         return "sum" if not ops or "avg" in ops else ops.pop()
+
+    def at_positions(self, receiver: np.ndarray, sender: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The `positions` of receivers and senders, given those on the target mesh and on the source mesh; negative
+        senders, which are none, stay as they are."""
+        if self.positions is self.source_mesh and self.positions is self.target_mesh:
+            return receiver, sender
+        at = self.positions.positions_of
+        senders = np.where(sender < 0, sender, at(self.source_mesh.rank_array[sender]))
+        return at(self.target_mesh.rank_array[receiver]), senders
 
     @property
     def is_cross_mesh(self) -> bool:

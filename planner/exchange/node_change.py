@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,24 +24,16 @@ _NO_BOUND = np.iinfo(np.int64).max
 class NodeChange(LayoutChange):
     """The change from layout `source` to layout `target`, at least one of which is a `NodeLayout`.
 
-    No mesh dim becomes partial, and no `NodeLayout` cuts a tensor dim with a strided shard.
+    No mesh dim becomes partial, and no `NodeLayout` cuts a tensor dim with a strided shard. Args as for `LayoutChange`.
 
     Attributes:
         term: [positions] the index of the term that each rank holds.
         contributors: the number of terms per element on the rank that reduces most; others have `FILL` instead.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        dtype: str,
-        source: Layout,
-        target: Layout,
-        nodes: Nodes | None,
-        target_mesh: Mesh | None = None,
-        positions: Mesh | None = None,
-    ) -> None:
-        super().__init__(mesh, dtype, source, target, nodes, target_mesh, positions)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        mesh, source, target = self.source_mesh, self.source, self.target
         if self.closure is not None:
             along = {m for x in (source, target) if isinstance(x, NodeLayout) for m in x.along}
             self.closure = self.source_dims = self.target_dims = tuple(sorted({*self.closure, *along}))
@@ -140,12 +132,9 @@ def node_transfer_table(change: NodeChange, shape: tuple[int, ...]) -> TransferT
         start - wanted.start[of_receiver] + wanted.at[of_receiver],
     )
     receiver, sender = wanted.position[box], np.where(sender_box == FILL, FILL, held.position[sender_box])
-    positions = change.positions
-    if positions is not change.source_mesh or positions is not change.target_mesh:
-        receiver = positions.positions_of(change.target_mesh.rank_array[receiver])
-        sender = np.where(sender == FILL, FILL, positions.positions_of(change.source_mesh.rank_array[sender]))
+    receiver, sender = change.at_positions(receiver, sender)
     table = TransferTable(receiver, sender, *starts, extent, ones, ones, tuple(range(len(shape))))
-    return table if positions is change.target_mesh else table.select(np.argsort(receiver, kind="stable"))
+    return table if change.positions is change.target_mesh else table.select(np.argsort(receiver, kind="stable"))
 
 
 class ShardBoxes(NamedTuple):

@@ -132,13 +132,10 @@ _cached_pairs = lru_cache(maxsize=1024)(_PairsOfRank)
 
 def _ends(change: LayoutChange, pairs: Pairs) -> Ends:
     """The positions of the receiver [n] and of the senders [n, contributors] of each pair."""
-    source_mesh, target_mesh, positions = change.source_mesh, change.target_mesh, change.positions
     pairs = pairs.flattened
-    receiver = row_major(pairs.receivers, target_mesh)
+    receiver = row_major(pairs.receivers, change.target_mesh)
     sender = _senders(change, pairs.receivers, receiver, pairs.holders)
-    if positions is not source_mesh or positions is not target_mesh:
-        receiver = positions.positions_of(target_mesh.rank_array[receiver])
-        sender = np.where(sender == FILL, FILL, positions.positions_of(source_mesh.rank_array[sender]))
+    receiver, sender = change.at_positions(receiver, sender)
     if sender.shape[:-1] != pairs.shape:
         sender = np.broadcast_to(sender, (*pairs.shape, change.contributors))
     return pairs.values(receiver), sender.reshape(-1, change.contributors)
