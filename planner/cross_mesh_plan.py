@@ -136,7 +136,7 @@ def _gathering_paths(
     inside = [m for m in priced_ranks(mesh, topology).inside if m in replicated]
     if inside:
         paths += [(whole.with_placement(inside, Shard(d)), whole) for d in cut]
-    few_boxes = has_few_boxes(mesh, whole, shape) and has_few_boxes(*sent, shape)
+    few_boxes = has_few_boxes(mesh, whole) and has_few_boxes(*sent)
     if has_irregular_nodes(mesh, topology) and sent[0].size <= MAX_RANKS and few_boxes:
         along, nodes = tuple(replicated), topology.rank_nodes
         shares = [NodeLayout("node shares", whole, d, along, mesh, nodes) for d in cut if d not in whole.strided_dims]

@@ -72,7 +72,7 @@ def node_paths(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
 ) -> list[Path]:
     """The paths that `best_path` compares with that of a search."""
-    if not _applies(mesh, shape, source, target, topology):
+    if not _applies(mesh, source, target, topology):
         return []
     paths: list[Path] = []
     prices: dict[tuple[Layout, Layout], StepPrice] = {}
@@ -102,15 +102,15 @@ def node_paths(
     return paths
 
 
-def _applies(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, topology: Topology) -> bool:
-    if not (has_few_boxes(mesh, source, shape) and has_few_boxes(mesh, target, shape)):
+def _applies(mesh: Mesh, source: Layout, target: Layout, topology: Topology) -> bool:
+    if not (has_few_boxes(mesh, source) and has_few_boxes(mesh, target)):
         return False
     if any(isinstance(b, Partial) and a != b for a, b in zip(source.placements, target.placements, strict=True)):
         return False
     return has_irregular_nodes(mesh, topology)
 
 
-def has_few_boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> bool:
+def has_few_boxes(mesh: Mesh, layout: Layout) -> bool:
     """Whether all shards together have few boxes: strided ones have many, each of which is planned by itself."""
     if not layout.strided_dims:
         return True

@@ -202,7 +202,7 @@ class WindowTransfer(TokenTransfer):
             return out, DispatchRecord.of(tensors)._replace(scale=scale[0] if scale else None)
         with recorded_launches() as launches:
             _, record = yield from super().dispatch(tokens, own)
-        # Without rows, launches lack what they would be stored in.
+        # Where there is no room for rows, the launches do not take all of the tensors.
         may_repeat = self.config.rows > 0 and ids.is_contiguous() and weights.stride(1) == 1
         if may_repeat and len(self._repeated) < _MOST_REPEATED:
             results = record.tensors()[1:]
