@@ -104,8 +104,10 @@ class HierarchicalStep(PutStep):
         received = self.transport.empty((self.remote.receive_elements,), self.dtype, self.device)
         transfer = self.remote.transfer(x, received, fingerprint, opened.out, unreduced)
         if unreduced is None or unreduced.later is None:
+            # Receives first: what they announce to the senders would wait behind the data of this node's other ranks.
+            started = yield StartTransfer(transfer.receives_only())
             opened = yield from self.exchange_addresses(opened, fingerprint)
-            started, more = (yield StartTransfer(transfer)), None
+            more = yield StartTransfer(transfer.sends_only())
         else:
             started, more = yield from start_in_two(transfer, self.remote.sends_first, unreduced.later)
             opened = yield from self.exchange_addresses(opened, fingerprint)

@@ -37,10 +37,10 @@ class Arriving(NamedTuple):
     """A run whose messages have started.
 
     Attributes:
-        started: the transfer, for `AwaitTransfer`; None if there is none.
+        started: the transfer, for `AwaitTransfer`, or its receives; None if there is none.
         buffers: what the copies that complete the output read.
         out: the output.
-        more: a second transfer, of sends only, if there is one.
+        more: the transfer of the other sends, if there are any.
     """
 
     started: Any
@@ -360,7 +360,7 @@ def start_in_two(transfer: Transfer, sends: int, between: Run) -> Run:
     assert before_send is not None
     started = yield StartTransfer(transfer._replace(sends=transfer.sends[:sends]))
     yield from between
-    others = transfer._replace(sends=transfer.sends[sends:], receives=(), before_send=lambda i: before_send(sends + i))
+    others = transfer.sends_only()._replace(sends=transfer.sends[sends:], before_send=lambda i: before_send(sends + i))
     return started, (yield StartTransfer(others))
 
 

@@ -28,7 +28,15 @@ from shardweave.planner import Mesh, Topology
 from shardweave.runtime.executor import pieces
 from shardweave.runtime.executor.choose_algorithm import AssumedTransport, choose_algorithm, explain_on
 from shardweave.runtime.transports.backend_limits import BACKENDS, CollectiveLimits
-from shardweave.runtime.transports.comm_requests import HEADER, AllToAll, AwaitTransfer, StartTransfer, Transfer
+from shardweave.runtime.transports.comm_requests import (
+    HEADER,
+    AllToAll,
+    AwaitTransfer,
+    Barrier,
+    StartTransfer,
+    Transfer,
+)
+from shardweave.runtime.transports.hierarchical import HierarchicalSharedMemoryTransport
 from shardweave.runtime.transports.process_group import ProcessGroupTransport
 from shardweave.runtime.transports.select import current_transports
 
@@ -244,6 +252,41 @@ class Counted:
 
         stock = ProcessGroupTransport.begin
         monkeypatch.setattr(ProcessGroupTransport, "begin", begin)
+
+
+def order_of_requests(rank: int) -> list[list[str]]:
+    """What a rank does in the first redistribution and in the first batch, on a transport that has met no one."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = distribute_tensor(torch.arange(48.0).reshape(8, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    stock, orders = HierarchicalSharedMemoryTransport.begin, []
+    for call in (shardweave.redistribute, lambda x, target: shardweave.redistribute_batch([x, x], [target] * 2)):
+        done: list[str] = []
+        with pytest.MonkeyPatch.context() as monkeypatch:
+
+            def begin(transport: Any, request: Any, done: list[str] = done) -> Any:
+                if isinstance(request, StartTransfer):
+                    done += ["receive"] * len(request.transfer.receives) + ["send"] * len(request.transfer.sends)
+                elif isinstance(request, Barrier):
+                    done.append("barrier")
+                return stock(transport, request)
+
+            monkeypatch.setattr(HierarchicalSharedMemoryTransport, "begin", begin)
+            call(x, [Shard(1), Shard(0)])
+        orders.append(done)
+    return orders
+
+
+@pytest.mark.multi
+def test_receives_start_before_ranks_of_node_send() -> None:
+    """What gloo announces to the senders does not wait behind the data of other ranks of the node."""
+    by_rank = run_ranks(order_of_requests, 4, environment=PRETENDED)
+    for orders in by_rank:
+        for order in orders:
+            first, last = order.index("barrier"), len(order) - order[::-1].index("barrier")
+            assert set(order[:first]) <= {"receive"} and "receive" not in order[first:], order
+            assert "send" not in order[last:], order
+    assert any("receive" in order for orders in by_rank for order in orders)
+    assert any("send" in order for orders in by_rank for order in orders)
 
 
 def found() -> Topology | None:
