@@ -208,7 +208,7 @@ class DispatchConfig:
         if active is None:
             return
         if not isinstance(active, Sequence) or not active:
-            raise ArgumentError(f"active_ranks: {shown(active)}; allowed: at least one rank, or None for all")
+            raise ArgumentError(f"active_ranks: {shown(active)}; allowed: a list of at least one rank, or None for all")
         numbers = sorted({whole_number("active_ranks", rank, 0, self.ranks - 1) for rank in active})
         if len(numbers) < len(active):
             raise ArgumentError(f"active_ranks: {shown(active)}; allowed: each rank once")
