@@ -68,20 +68,17 @@ class OneSidedRound(_Round):
         transport = self.transport
         receive_buffers = {i: step.new_receive_buffer() for i, step in self.steps.items()}
         address, offered = transport.offer([receive_buffers.get(i) for i in range(self.tensors)])
-        # Receives first, as in `HierarchicalStep.start`.
-        started = [] if transfer is None else [(yield StartTransfer(transfer.receives_only()))]
         replies = (yield Barrier(self.peers, fingerprint, address)) if self.peers else []
         addresses = {r: transport.offered(a, self.tensors) for r, a in zip(self.peers, replies, strict=True)}
-        if transfer is not None:
-            started.append((yield StartTransfer(transfer.sends_only())))
+        started = None if transfer is None else (yield StartTransfer(transfer))
         self._push(xs, addresses)
         own = partial(self._push_own, xs, receive_buffers)
         if self.peers:
             yield Barrier(self.peers, fingerprint + 1, None, own)
         else:
             own()
-        for of_transfer in started:
-            yield AwaitTransfer(of_transfer)
+        if transfer is not None:
+            yield AwaitTransfer(started)
         del offered  # every peer has read it
         for i, step in self.steps.items():
             messages = None if received is None else received.view(step.dtype)

@@ -110,6 +110,8 @@ class BoundProgram:
             scattered, buffers = (bound.output_boxes, buffers + 1) if scatters else (None, 1)
         for i in range(1, len(self.steps)):
             first, second = self.steps[i - 1 : i + 1]
+            if isinstance(second, HierarchicalStep) and program.steps[i - 1].reduce:
+                second.receives_first = False  # some ranks may push the rest of the terms first
             if can_reduce_ahead(first, second):
                 reduce_ahead(first, second)  # type: ignore[arg-type]
             if can_forward(first, second):

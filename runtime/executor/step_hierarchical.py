@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import torch
 
-from ...planner import Program, Row, Step
+from ...planner import Exchange, Program, Row, Step
 from ..transports.base import Transport
-from ..transports.comm_requests import AwaitTransfer, StartTransfer, Transfer
+from ..transports.comm_requests import AwaitTransfer, Barrier, StartTransfer, Transfer
 from .choose_algorithm import Algorithm, window_members
 from .copies import Copies, Move, Part, Reduction
+from .pieces import is_worth_cutting
 from .run import Run
 from .step import Terms
 from .step_put import PutStep, Unreduced
@@ -65,6 +66,8 @@ class HierarchicalStep(PutStep):
 
     Attributes:
         is_forwarded: `run` returns `Arriving`, for a `ForwardStep`.
+        receives_first: large messages are sent once all ranks of the node have started to receive. What a receive
+            announces to its sender would wait behind the data that other ranks of the node send.
     """
 
     is_forwarded = False
@@ -87,6 +90,9 @@ class HierarchicalStep(PutStep):
                 {i: Move((0, self.target(self.incoming[i])), [place]) for (i, _), place in staged}, self.copies
             )
         self.launches += self.remote.launches
+        # The same on all members of the node, which meet once more. Not between meshes, where they differ.
+        in_a_group = isinstance(step, Exchange) and step.group is not None
+        self.receives_first = in_a_group and bool(self.peers) and is_worth_cutting(self.largest)
 
     def bind_reduction(self) -> None:
         moves = self.reduction_moves({**self.remote.staged_in(_RECEIVED), **self.staged()})
@@ -104,10 +110,8 @@ class HierarchicalStep(PutStep):
         received = self.transport.empty((self.remote.receive_elements,), self.dtype, self.device)
         transfer = self.remote.transfer(x, received, fingerprint, opened.out, unreduced)
         if unreduced is None or unreduced.later is None:
-            # Receives first: what they announce to the senders would wait behind the data of this node's other ranks.
-            started = yield StartTransfer(transfer.receives_only())
             opened = yield from self.exchange_addresses(opened, fingerprint)
-            more = yield StartTransfer(transfer.sends_only())
+            started, more = yield from self._start(transfer, fingerprint)
         else:
             started, more = yield from start_in_two(transfer, self.remote.sends_first, unreduced.later)
             opened = yield from self.exchange_addresses(opened, fingerprint)
@@ -120,6 +124,14 @@ class HierarchicalStep(PutStep):
         if self.remote.in_pieces:
             self.remote.finish(buffers, [opened.out])
         return Arriving(started, buffers, opened.out, more)
+
+    def _start(self, transfer: Transfer, fingerprint: int) -> Run:
+        """Start the messages. Returns one transfer, or those of the receives and of the sends."""
+        if not self.receives_first:
+            return (yield StartTransfer(transfer)), None
+        receives = yield StartTransfer(transfer.receives_only())
+        yield Barrier(self.peer_ranks, fingerprint, None)
+        return receives, (yield StartTransfer(transfer.sends_only()))
 
     def arrive(self, arriving: Arriving, then: Callable[[int], None] | None = None) -> Run:
         """As `SendRecvStep.arrive`."""

@@ -254,39 +254,39 @@ class Counted:
         monkeypatch.setattr(ProcessGroupTransport, "begin", begin)
 
 
-def order_of_requests(rank: int) -> list[list[str]]:
-    """What a rank does in the first redistribution and in the first batch, on a transport that has met no one."""
+def order_of_requests(rank: int, piece_bytes: int) -> list[str]:
+    """What a rank does in a redistribution on a transport that has met no one."""
     mesh = init_device_mesh("cpu", (2, 2))
     x = distribute_tensor(torch.arange(48.0).reshape(8, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
-    stock, orders = HierarchicalSharedMemoryTransport.begin, []
-    for call in (shardweave.redistribute, lambda x, target: shardweave.redistribute_batch([x, x], [target] * 2)):
-        done: list[str] = []
-        with pytest.MonkeyPatch.context() as monkeypatch:
+    done: list[str] = []
 
-            def begin(transport: Any, request: Any, done: list[str] = done) -> Any:
-                if isinstance(request, StartTransfer):
-                    done += ["receive"] * len(request.transfer.receives) + ["send"] * len(request.transfer.sends)
-                elif isinstance(request, Barrier):
-                    done.append("barrier")
-                return stock(transport, request)
+    def begin(transport: Any, request: Any) -> Any:
+        if isinstance(request, StartTransfer):
+            done.extend(["receive"] * len(request.transfer.receives) + ["send"] * len(request.transfer.sends))
+        elif isinstance(request, Barrier):
+            done.append("barrier")
+        return stock(transport, request)
 
-            monkeypatch.setattr(HierarchicalSharedMemoryTransport, "begin", begin)
-            call(x, [Shard(1), Shard(0)])
-        orders.append(done)
-    return orders
+    stock = HierarchicalSharedMemoryTransport.begin
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(HierarchicalSharedMemoryTransport, "begin", begin)
+        shardweave.redistribute(x, [Shard(1), Shard(0)])
+    return done
 
 
 @pytest.mark.multi
-def test_receives_start_before_ranks_of_node_send() -> None:
-    """What gloo announces to the senders does not wait behind the data of other ranks of the node."""
-    by_rank = run_ranks(order_of_requests, 4, environment=PRETENDED)
-    for orders in by_rank:
-        for order in orders:
-            first, last = order.index("barrier"), len(order) - order[::-1].index("barrier")
-            assert set(order[:first]) <= {"receive"} and "receive" not in order[first:], order
-            assert "send" not in order[last:], order
-    assert any("receive" in order for orders in by_rank for order in orders)
-    assert any("send" in order for orders in by_rank for order in orders)
+def test_ranks_of_node_have_started_to_receive_before_large_messages_are_sent() -> None:
+    """What gloo announces to a sender does not wait behind the data of other ranks of the node. Ranks that disagree
+    find out before that, so that no receive is left behind."""
+    large = run_ranks(order_of_requests, 4, 16, environment=PRETENDED)
+    assert {request for done in large for request in done} == {"barrier", "receive", "send"}
+    for done in large:
+        receives, sends = done.count("receive"), done.count("send")
+        wanted = ["barrier", *["receive"] * receives, "barrier", *["send"] * sends, "barrier"]
+        assert done == wanted, done
+    for done in run_ranks(order_of_requests, 4, 1 << 10, environment=PRETENDED):
+        assert done.count("barrier") == 2, done
 
 
 def found() -> Topology | None:
