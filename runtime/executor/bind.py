@@ -111,7 +111,7 @@ class BoundProgram:
         for i in range(1, len(self.steps)):
             first, second = self.steps[i - 1 : i + 1]
             if isinstance(second, HierarchicalStep) and program.steps[i - 1].reduce:
-                second.receives_first = False  # some ranks may push the rest of the terms first
+                second.receives_first = False  # ranks that reduce ahead meet their peers in another order
             if can_reduce_ahead(first, second):
                 reduce_ahead(first, second)  # type: ignore[arg-type]
             if can_forward(first, second):
