@@ -15,7 +15,7 @@ from .cost.topology import Topology
 from .exchange.layout_change import LayoutChange
 from .exchange.node_change import NodeChange, layout_change
 from .exchange.senders import transfer_table
-from .exchange.transfer_table import elements_into_nodes
+from .exchange.transfer_table import elements_across_nodes
 from .layouts.distinct import numbered
 from .layouts.dtypes import ITEMSIZE
 from .layouts.index_sets import held_sizes
@@ -33,16 +33,17 @@ _PROMISING = 1.35
 """Paths that cost more than this times the cheapest are given up."""
 _MOST_BOXES = 128  # of the strided shards of all ranks
 _BALANCED = 64  # ranks times cheapest paths that are also tried with shares of different sizes
-ALIKE = 1.2
-"""Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it."""
+ALIKE = 1.25
+"""Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it, and
+TCP may be faster or slower in one direction than in both at once."""
 
 
 def best_path(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology, found: Path
 ) -> Path:
     """The best of `found`, the cheapest path that a search has found, and of the paths in which the ranks of a node
-    share what it receives, and add what it sends: of those that cost at most `ALIKE` times the cheapest the one by
-    which the busiest node receives least.
+    share what it receives, and add what it sends: of those that cost at most `ALIKE` times the cheapest the one with
+    the least `node_traffic`.
 
     It is `found` on a topology of `node_size` alone (`Topology.has_only_node_size`), where the nodes are the product of
     mesh dims, for strided shards in many pieces, for mesh dims that become partial, and on meshes of more than
@@ -54,18 +55,19 @@ def best_path(
     if len(paths) == 1:
         return paths[0]
 
-    def received(path: Path) -> tuple[int, float]:
+    def traffic(path: Path) -> tuple[tuple[int, int], float]:
         changes = [layout_change(mesh, dtype, a, b, topology.rank_nodes) for a, b in pairwise(path.layouts)]
-        return elements_into_busiest_node(changes, shape, topology), path.us
+        return node_traffic(changes, shape, topology), path.us
 
-    return min(paths, key=received)
+    return min(paths, key=traffic)
 
 
-def elements_into_busiest_node(changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology) -> int:
-    """The elements that enter the node that receives most in all steps together; their changes have equal positions."""
+def node_traffic(changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology) -> tuple[int, int]:
+    """The elements that enter the node that receives most in all steps together, and those that pass the busiest node
+    of each step, whose link carries both directions at once, added up. The changes have equal positions."""
     nodes = numbered(topology.nodes_of(changes[0].positions.rank_array))[1]
-    into = [elements_into_nodes(transfer_table(change, shape), nodes) for change in changes]
-    return int(np.sum(into, axis=0).max())
+    across = np.array([elements_across_nodes(transfer_table(change, shape), nodes) for change in changes])
+    return int(across[:, 0].sum(axis=0).max()), int(across.max(axis=(1, 2)).sum())
 
 
 def node_paths(

@@ -150,8 +150,8 @@ _COLUMNS = tuple([f.name for f in fields(TransferTable) if f.name != "axes"])
 _BOX_COLUMNS = _COLUMNS[2:]
 
 
-def elements_into_nodes(table: TransferTable, node: np.ndarray) -> np.ndarray:
-    """[nodes] the elements that enter each node by the boxes of all ranks.
+def elements_across_nodes(table: TransferTable, node: np.ndarray) -> np.ndarray:
+    """[2, nodes] the elements that enter each node, and those that leave it, by the boxes of all ranks.
 
     Args:
         node: [positions] the index of the node of each rank.
@@ -159,4 +159,5 @@ def elements_into_nodes(table: TransferTable, node: np.ndarray) -> np.ndarray:
     receiver = np.broadcast_to(table.receiver[:, None], table.sender.shape)
     elements = np.broadcast_to(table.elements[:, None], table.sender.shape)
     far = (table.sender != FILL) & (node[table.sender] != node[receiver])
-    return np.bincount(node[receiver[far]], weights=elements[far], minlength=node.max() + 1).astype(np.int64)
+    ends, number = (node[receiver[far]], node[table.sender[far]]), node.max() + 1
+    return np.array([np.bincount(end, elements[far], number) for end in ends]).astype(np.int64)

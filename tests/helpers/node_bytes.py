@@ -1,4 +1,4 @@
-"""The elements that enter nodes: the least there can be, by brute force, and those of a program."""
+"""The elements that enter and leave nodes: the least there can be, by brute force, and those of a program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import combinations
 import brute_force_oracle as oracle
 import numpy as np
 
-from shardweave.planner import Program
+from shardweave.planner import Program, Step
 
 _PARTS = 12
 _ROUNDS, _FINER = 4, 4  # each further round tries weights nearer to the best of the last
@@ -98,13 +98,26 @@ def _least_mean(missing: np.ndarray, wants: np.ndarray, weights: np.ndarray) -> 
 
 def into_nodes(program: Program, nodes: Sequence[int]) -> list[int]:
     """The elements that enter each node in all steps of a program of all ranks."""
-    into = [0] * (max(nodes) + 1)
-    by_position = np.array(nodes)
+    into = np.zeros(max(nodes) + 1, dtype=np.int64)
     for step in program.steps:
-        boxes = step.boxes
-        receiver = np.broadcast_to(boxes.receiver[:, None], boxes.sender.shape)
-        far = (boxes.sender >= 0) & (by_position[boxes.sender] != by_position[receiver])
-        elements = np.broadcast_to(boxes.elements[:, None], boxes.sender.shape)
-        for node in range(len(into)):
-            into[node] += int(elements[far & (by_position[receiver] == node)].sum())
-    return into
+        into += _between_nodes(step, nodes).sum(axis=0)
+    return into.tolist()
+
+
+def through_busiest_node(program: Program, nodes: Sequence[int]) -> int:
+    """The elements that enter or leave the busiest node of each step, whichever are more, added up: the time of links
+    that carry both directions at once."""
+    between = [_between_nodes(step, nodes) for step in program.steps]
+    return sum(int(max(step.sum(axis=0).max(), step.sum(axis=1).max())) for step in between)
+
+
+def _between_nodes(step: Step, nodes: Sequence[int]) -> np.ndarray:
+    """[nodes, nodes] the elements that each node sends to each other one."""
+    by_position, number = np.array(nodes), max(nodes) + 1
+    sender = step.boxes.sender
+    receiver = np.broadcast_to(step.boxes.receiver[:, None], sender.shape)
+    elements = np.broadcast_to(step.boxes.elements[:, None], sender.shape)
+    far = (sender >= 0) & (by_position[sender] != by_position[receiver])
+    between = np.zeros((number, number), dtype=np.int64)
+    np.add.at(between, (by_position[sender[far]], by_position[receiver[far]]), elements[far])
+    return between

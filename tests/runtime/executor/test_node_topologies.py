@@ -10,7 +10,7 @@ from random import Random
 import brute_force_oracle as oracle
 import pytest
 import torch
-from node_bytes import into_nodes, least_into_busiest_node
+from node_bytes import into_nodes, least_into_busiest_node, through_busiest_node
 from test_simulate import integers, poison  # noqa: F401
 
 import shardweave
@@ -145,6 +145,14 @@ def test_uneven_nodes_receive_least(sizes: tuple[int, ...]) -> None:
     for source, target in product(("R", "S0", "S1", "P"), ("R", "S0", "S1")):
         if source != target:
             check_least((len(nodes),), nodes, source, target)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (3, 1), (1, 4), (7, 1), (2, 3), (4, 2)], ids=str)
+def test_sums_cross_in_both_directions_at_once(sizes: tuple[int, ...]) -> None:
+    """Not to one of two nodes and back, which brings as much into each, and takes twice as long."""
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    program = check_least((len(nodes),), nodes, "P", "R")
+    assert through_busiest_node(program, nodes) <= 1.02 * math.prod(SHAPE), program.explain()
 
 
 # The nodes of ranks; the tensors that have to enter each.
@@ -363,7 +371,7 @@ def check_many_values(seeds: range) -> set[str]:
 
 
 def test_values_on_random_nodes(poison: None) -> None:  # noqa: F811
-    assert check_many_values(range(24)) == {"node sums", "node shares", "shares"}
+    assert check_many_values(range(39)) == {"node sums", "node shares", "shares"}
 
 
 @pytest.mark.long
