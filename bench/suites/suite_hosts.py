@@ -1,9 +1,12 @@
 """Redistributions and token dispatch between hosts, by shardweave and by stock DTensor or torch.distributed's
-all-to-alls, on the same ranks: two hosts of two ranks on this machine, with links of 1 and 10 Gbit/s.
+all-to-alls, on the same ranks: two hosts of two ranks on this machine, with links of 1 and 10 Gbit/s, and other hosts
+with links of 1 Gbit/s.
 
 Results are checked first. Bytes are those that enter a host during one call, counted at its link, headers included, of
-the host with most; the bound is what has to enter it. All ranks share the cores of this machine, so that at the higher
-rate the cores, not the links, may limit both sides.
+the host with most; the bound is what has to enter it, of a sum one value, as if the other hosts had added their terms.
+All ranks share the cores of this machine, so that at the higher rate the cores, not the links, may limit both sides. On
+other hosts a third side sends as many bytes as shardweave does between hosts, by plain `isend` and `irecv`, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardweave
+from shardweave.bench.baselines.plain_messages import plain_messages
 from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, mesh_for, moves
 from shardweave.bench.baselines.token_layers import EXPERTS, expert_scale, faults_of, plain_layer, shardweave_layer
 from shardweave.bench.harness.hosts import Hosts
@@ -34,7 +38,12 @@ from shardweave.runtime.transports.select import current_transports
 
 SUITE = "hosts"
 HOSTS = [[0, 1], [2, 3]]
-RANKS = sum(map(len, HOSTS))
+OTHER_HOSTS = {
+    "3 hosts of 2": [[0, 1], [2, 3], [4, 5]],
+    "hosts of 1, 2, 2": [[0], [1, 2], [3, 4]],
+    "hosts of 3, 1": [[0, 1, 2], [3]],
+}
+OTHER_GIGABITS, OTHER_LAYOUTS = 1.0, 4  # the rate, and how many of `LAYOUTS`
 GIGABITS = {"full": (1.0, 10.0), "quick": (1.0, 10.0), "dry": (10.0,)}
 ROUNDS = {"full": 7, "quick": 3, "dry": 1}
 SIDES = {"full": 2048, "quick": 2048, "dry": 16}
@@ -47,38 +56,74 @@ _BYTES_ARE = (
     "received by a host over its link during a call, headers included, of the host with most; of link: the share that "
     "they take of its rate, of which data may take 95.6%, since packets of 1,514 bytes have 1,448 of data"
 )
-_HOST_OF = [host for host, ranks in enumerate(HOSTS) for _ in ranks]
+MESSAGES = "isend, irecv"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hosts with links of a rate.
+
+    Attributes:
+        name: what the names of its cases begin with.
+        hosts: the ranks of each, which are numbered host by host.
+        is_main: whether everything is measured; otherwise some redistributions, with plain messages beside.
+    """
+
+    name: str
+    hosts: list[list[int]]
+    gigabits: float
+    is_main: bool = True
+
+    @property
+    def host_of(self) -> list[int]:
+        """The host of each rank."""
+        return [host for host, ranks in enumerate(self.hosts) for _ in ranks]
 
 
 @dataclass(frozen=True)
 class _Selected:
-    """What the ranks measure at one rate, by names without the rate."""
+    """What the ranks of a setting measure, by names without that of the setting."""
 
     names: frozenset[str]
     scale: str
-    gigabits: float
+    setting: Setting
 
 
-def workloads(scale: str) -> list[Workload]:
+def settings(scale: str) -> list[Setting]:
+    main = [Setting(f"{rate:g} Gbit/s", HOSTS, rate) for rate in GIGABITS[scale]]
+    rate = OTHER_GIGABITS
+    return main + [Setting(f"{name}, {rate:g} Gbit/s", hosts, rate, False) for name, hosts in OTHER_HOSTS.items()]
+
+
+def workloads(scale: str, setting: Setting) -> list[Workload]:
     side = SIDES[scale]
+    layouts = LAYOUTS if setting.is_main else LAYOUTS[:OTHER_LAYOUTS]
     swept = [
         Workload(f"{source} → {target} {side}×{side} float32", "", (2, 2), ("x", "y"), source, target, "float32",
                  (side, side), (side, side))
-        for source, target in (LAYOUTS[:1] if scale == "dry" else LAYOUTS)
+        for source, target in (layouts[:1] if scale == "dry" else layouts)
     ]  # fmt: skip
-    models = [one for one in load_workloads() if moves(one, mesh_for(RANKS))]
-    return swept + {"full": models, "quick": models[::8], "dry": []}[scale]
+    if not setting.is_main or scale == "dry":
+        return swept
+    models = [one for one in load_workloads() if moves(one, mesh_for(len(setting.host_of)))]
+    return swept + {"full": models, "quick": models[::8]}[scale]
 
 
-def tokens(scale: str) -> list[Tokens]:
+def tokens(scale: str, setting: Setting) -> list[Tokens]:
+    if not setting.is_main:
+        return []
     count, hidden = (5, 8) if scale == "dry" else (512, 1024)
     return [Tokens(count, hidden, backward) for backward in (False, True)]
 
 
 def cases(scale: str) -> dict[str, tuple[str, ...]]:
-    contenders = {one.name: ("ours", "stock") for one in workloads(scale)}
-    contenders |= {str(one): ("ours", "torch.distributed") for one in tokens(scale)}
-    return {f"{rate:g} Gbit/s: {name}": who for rate in GIGABITS[scale] for name, who in contenders.items()}
+    found: dict[str, tuple[str, ...]] = {}
+    for setting in settings(scale):
+        sides = ("ours", "stock") if setting.is_main else ("ours", "stock", MESSAGES)
+        contenders = {one.name: sides for one in workloads(scale, setting)}
+        contenders |= {str(one): ("ours", "torch.distributed") for one in tokens(scale, setting)}
+        found |= {f"{setting.name}: {name}": who for name, who in contenders.items()}
+    return found
 
 
 def test_hosts(record: Callable[[], None]) -> None:
@@ -86,12 +131,14 @@ def test_hosts(record: Callable[[], None]) -> None:
 
 
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
-    for rate in GIGABITS[scale]:
-        head = f"{rate:g} Gbit/s: "
+    for setting in settings(scale):
+        head = f"{setting.name}: "
         wanted = frozenset(name.removeprefix(head) for name in names if name.startswith(head))
+        if not wanted:
+            continue
         try:
-            with Hosts(HOSTS, rate) as hosts:
-                by_rank = hosts.run(rank_main, _Selected(wanted, scale, rate), timeout=_LONGEST) if wanted else []
+            with Hosts(setting.hosts, setting.gigabits) as hosts:
+                by_rank = hosts.run(rank_main, _Selected(wanted, scale, setting), timeout=_LONGEST)
         except HostsUnavailable as unavailable:
             for case, contenders in cases(scale).items():
                 for contender in contenders:
@@ -107,41 +154,48 @@ def rank_main(rank: int, selected: _Selected) -> list[dict[str, Any]]:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
     results: list[dict[str, Any]] = []
     meshes: dict[tuple[str, ...], DeviceMesh] = {}
-    rounds, detail = ROUNDS[selected.scale], {"bytes are": _BYTES_ARE, "gigabits": selected.gigabits}
-    for workload in workloads(selected.scale):
+    setting, rounds = selected.setting, ROUNDS[selected.scale]
+    ranks = len(setting.host_of)
+    for workload in workloads(selected.scale, setting):
         if workload.name not in selected.names:
             continue
         labels = workload.mesh_names
         if labels not in meshes:
-            meshes[labels] = init_device_mesh("cpu", mesh_for(RANKS), mesh_dim_names=labels)
+            meshes[labels] = init_device_mesh("cpu", mesh_for(ranks), mesh_dim_names=labels)
         try:
             case = Case(workload, meshes[labels])
         except Unsuitable as error:
             why = dict.fromkeys(("ours", "stock"), str(error))
             results.append({"case": workload.name, **result({}, absent=why)})
             continue
-        results.append({"case": workload.name, **_redistributed(case, meshes[labels], rounds, rank, detail)})
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
-    for shape in tokens(selected.scale):
+        results.append({"case": workload.name, **_redistributed(case, meshes[labels], rounds, rank, setting)})
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    for shape in tokens(selected.scale, setting):
         if str(shape) in selected.names:
-            results.append({"case": str(shape), **_dispatched(shape, mesh, rounds, rank, detail)})
+            results.append({"case": str(shape), **_dispatched(shape, mesh, rounds, rank, setting)})
     return results
 
 
-def _redistributed(case: Case, mesh: DeviceMesh, rounds: int, rank: int, detail: dict[str, Any]) -> dict[str, Any]:
+def _detail(setting: Setting) -> dict[str, Any]:
+    return {"bytes are": _BYTES_ARE, "gigabits": setting.gigabits}
+
+
+def _redistributed(case: Case, mesh: DeviceMesh, rounds: int, rank: int, setting: Setting) -> dict[str, Any]:
     sides: dict[str, Callable[[], Any]] = {
         "ours": lambda: shardweave.redistribute(case.source, case.placements),
         "stock": lambda: case.source.redistribute(placements=case.placements),
     }
     outputs = {side: call().to_local() for side, call in sides.items()}
     faults = {side: case.fault(output, pairwise=side == "stock") for side, output in outputs.items()}
-    host, sizes, itemsize = _HOST_OF[rank], tuple(mesh.shape), case.dtype.itemsize
+    host_of, sizes, itemsize = setting.host_of, tuple(mesh.shape), case.dtype.itemsize
     bound = None
     if "/" not in case.source_text + case.target_text and "P" not in case.target_text:
         texts = case.source_text, case.target_text
-        bound = least_bytes(sizes, _HOST_OF, case.shape, *texts, itemsize)[host]
+        bound = least_bytes(sizes, host_of, case.shape, *texts, itemsize)[host_of[rank]]
     topology = current_transports().machines.find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
     program = shardweave.plan(mesh, case.shape, case.dtype, case.source_text, case.target_text, topology=topology)
+    if not setting.is_main:
+        sides[MESSAGES] = plain_messages(program, host_of, rank, itemsize)
     return result(
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),
         faults={side: fault for side, fault in faults.items() if fault},
@@ -149,18 +203,19 @@ def _redistributed(case: Case, mesh: DeviceMesh, rounds: int, rank: int, detail:
         box=str([(part.start, part.stop) for part in case.box]),
         bytes={side: bytes_received(call) for side, call in sides.items()},
         bound=bound,
-        detail=detail | {
+        detail=_detail(setting) | {
             "mesh": list(sizes), "source": case.source_text, "target": case.target_text, "shape": list(case.shape),
             "dtype": str(case.dtype).removeprefix("torch."), "tensor_bytes": math.prod(case.shape) * itemsize,
-            "planned_bytes": max(planned_bytes(program, _HOST_OF, itemsize)),
+            "planned_bytes": max(planned_bytes(program, host_of, itemsize)),
         },
     )  # fmt: skip
 
 
-def _dispatched(shape: Tokens, mesh: DeviceMesh, rounds: int, rank: int, detail: dict[str, Any]) -> dict[str, Any]:
+def _dispatched(shape: Tokens, mesh: DeviceMesh, rounds: int, rank: int, setting: Setting) -> dict[str, Any]:
+    ranks = mesh.size()
     layers = {"ours": shardweave_layer(mesh, shape.hidden, shape.tokens), "torch.distributed": plain_layer}
-    given = [inputs_of(shape, other) for other in range(RANKS)]
-    faults = {name: "; ".join(faults_of(layer, expert_scale(rank, RANKS), *given[rank])) for name, layer in
+    given = [inputs_of(shape, other) for other in range(ranks)]
+    faults = {name: "; ".join(faults_of(layer, expert_scale(rank, ranks), *given[rank])) for name, layer in
               layers.items()}  # fmt: skip
 
     def call(name: str) -> Any:
@@ -177,6 +232,6 @@ def _dispatched(shape: Tokens, mesh: DeviceMesh, rounds: int, rank: int, detail:
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),
         faults={name: fault for name, fault in faults.items() if fault},
         bytes={name: bytes_received(side) for name, side in sides.items()},
-        bound=least_token_bytes([ids for _, ids, _, _ in given], _HOST_OF, EXPERTS, row)[_HOST_OF[rank]],
-        detail=detail | {"tokens": shape.tokens, "hidden": shape.hidden},
+        bound=least_token_bytes([ids for _, ids, _, _ in given], setting.host_of, EXPERTS, row)[setting.host_of[rank]],
+        detail=_detail(setting) | {"tokens": shape.tokens, "hidden": shape.hidden},
     )
