@@ -35,7 +35,7 @@ _MOST_BOXES = 128  # of the strided shards of all ranks
 _BALANCED = 64  # ranks times cheapest paths that are also tried with shares of different sizes
 ALIKE = 1.25
 """Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it, and
-TCP may be faster or slower in one direction than in both at once."""
+how fast a link is while both directions are in use is assumed."""
 
 
 def best_path(

@@ -21,6 +21,7 @@ def plain_messages(program: shardweave.Program, host_of: Sequence[int], rank: in
     Args:
         program: of all ranks of the default group, whose positions in the mesh are the ranks.
         host_of: the host of each rank.
+        itemsize: bytes of an element.
     """
     steps: list[tuple[Messages, Messages]] = []
     hosts = np.asarray(host_of)

@@ -126,6 +126,18 @@ def test_host_cost_figures() -> None:
     assert times in text("docs/dtensor.md")
 
 
+def test_figures_of_plain_messages_between_hosts() -> None:
+    rows = r"^\| (.+) \| (ours|isend, irecv) \| ([\d,]+) µs \| [^|]+ \| [^|]* \| [^|]+ \| [^|]+ \| (\d+)% \|$"
+    shares, microseconds = {}, {}
+    for case, side, median, share in re.findall(rows, (RESULTS / "hosts.md").read_text(encoding="utf-8"), re.M):
+        shares[case, side], microseconds[case, side] = int(share), int(median.replace(",", ""))
+    plain = {case: share for (case, side), share in shares.items() if side != "ours"}
+    assert len(plain) == 11  # and one case in which nothing crosses
+    longer = max(microseconds[case, "ours"] / microseconds[case, "isend, irecv"] for case in plain)
+    reached = f"reach {min(plain.values())} to {max(plain.values())}% of the rate of a link there"
+    assert f"{reached}; shardweave takes up to {100 * (longer - 1):.0f}% longer" in text("docs/several-machines.md")
+
+
 def test_no_kernel_spills() -> None:
     """As the limits page says: everything was compiled, and nothing spilled."""
     row = r"^\| (\w+) \| \d+ \| \d+ \| (\d+) of (\d+) \| (\d+) \|"
