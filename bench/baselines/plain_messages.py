@@ -14,14 +14,18 @@ from shardweave.planner import FILL
 Messages = list[tuple[int, torch.Tensor]]
 
 
-def plain_messages(program: shardweave.Program, host_of: Sequence[int], rank: int, itemsize: int) -> Callable[[], None]:
-    """A call in which this rank sends and receives, step by step, as many bytes as `program` moves between hosts. What
-    is in them, and what ranks of a host exchange, is left out.
+def plain_messages(
+    program: shardweave.Program, host_of: Sequence[int], rank: int, itemsize: int, host: dist.ProcessGroup
+) -> Callable[[], None]:
+    """A call in which this rank sends and receives, step by step, as many bytes as `program` moves between hosts, after
+    which the ranks of a host wait for each other, as they do who pass on what they receive. What is in the messages,
+    and what ranks of a host exchange, is left out.
 
     Args:
         program: of all ranks of the default group, whose positions in the mesh are the ranks.
         host_of: the host of each rank.
         itemsize: bytes of an element.
+        host: the ranks of this rank's host.
     """
     steps: list[tuple[Messages, Messages]] = []
     hosts = np.asarray(host_of)
@@ -45,5 +49,6 @@ def plain_messages(program: shardweave.Program, host_of: Sequence[int], rank: in
             for work in works:
                 assert work is not None
                 work.wait()
+            dist.barrier(group=host)
 
     return call

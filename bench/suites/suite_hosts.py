@@ -5,8 +5,8 @@ with links of 1 Gbit/s.
 Results are checked first. Bytes are those that enter a host during one call, counted at its link, headers included, of
 the host with most; the bound is what has to enter it, of a sum one value, as if the other hosts had added their terms.
 All ranks share the cores of this machine, so that at the higher rate the cores, not the links, may limit both sides. On
-other hosts a third side sends as many bytes as shardweave does between hosts, by plain `isend` and `irecv`, and nothing
-else.
+other hosts a third side sends as many bytes as shardweave does between hosts, by plain `isend` and `irecv`, after which
+the ranks of a host wait for each other, and nothing else.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def rank_main(rank: int, selected: _Selected) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     meshes: dict[tuple[str, ...], DeviceMesh] = {}
     setting, rounds = selected.setting, ROUNDS[selected.scale]
+    host_groups = [dist.new_group(ranks) for ranks in setting.hosts]
     ranks = len(setting.host_of)
     for workload in workloads(selected.scale, setting):
         if workload.name not in selected.names:
@@ -168,7 +169,9 @@ def rank_main(rank: int, selected: _Selected) -> list[dict[str, Any]]:
             why = dict.fromkeys(("ours", "stock"), str(error))
             results.append({"case": workload.name, **result({}, absent=why)})
             continue
-        results.append({"case": workload.name, **_redistributed(case, meshes[labels], rounds, rank, setting)})
+        results.append(
+            {"case": workload.name, **_redistributed(case, meshes[labels], rounds, rank, setting, host_groups)}
+        )
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
     for shape in tokens(selected.scale, setting):
         if str(shape) in selected.names:
@@ -180,7 +183,9 @@ def _detail(setting: Setting) -> dict[str, Any]:
     return {"bytes are": _BYTES_ARE, "gigabits": setting.gigabits}
 
 
-def _redistributed(case: Case, mesh: DeviceMesh, rounds: int, rank: int, setting: Setting) -> dict[str, Any]:
+def _redistributed(
+    case: Case, mesh: DeviceMesh, rounds: int, rank: int, setting: Setting, host_groups: Sequence[Any]
+) -> dict[str, Any]:
     sides: dict[str, Callable[[], Any]] = {
         "ours": lambda: shardweave.redistribute(case.source, case.placements),
         "stock": lambda: case.source.redistribute(placements=case.placements),
@@ -195,7 +200,7 @@ def _redistributed(case: Case, mesh: DeviceMesh, rounds: int, rank: int, setting
     topology = current_transports().machines.find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
     program = shardweave.plan(mesh, case.shape, case.dtype, case.source_text, case.target_text, topology=topology)
     if not setting.is_main:
-        sides[MESSAGES] = plain_messages(program, host_of, rank, itemsize)
+        sides[MESSAGES] = plain_messages(program, host_of, rank, itemsize, host_groups[host_of[rank]])
     return result(
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),
         faults={side: fault for side, fault in faults.items() if fault},
