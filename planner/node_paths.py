@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from .cost.link_time import link_time
 from .cost.node_cost import node_step_price
 from .cost.priced_ranks import priced_ranks
 from .cost.step_cost import StepPrice
@@ -15,7 +16,7 @@ from .cost.topology import Topology
 from .exchange.layout_change import LayoutChange
 from .exchange.node_change import NodeChange, layout_change
 from .exchange.senders import transfer_table
-from .exchange.transfer_table import elements_across_nodes
+from .exchange.transfer_table import elements_between
 from .layouts.distinct import numbered
 from .layouts.dtypes import ITEMSIZE
 from .layouts.index_sets import held_sizes
@@ -36,14 +37,18 @@ _BALANCED = 64  # ranks times cheapest paths that are also tried with shares of 
 ALIKE = 1.25
 """Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it, and
 how fast a link is while both directions are in use is assumed."""
+_MORE = 0.05
+"""The part of the tensor that a node may receive more than the least, on a path whose links take less time."""
+_SAME_TIME = 1.02
+"""Times of links that differ less count as equal: parts of a tensor of different sizes are rounded."""
 
 
 def best_path(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology, found: Path
 ) -> Path:
     """The best of `found`, the cheapest path that a search has found, and of the paths in which the ranks of a node
-    share what it receives, and add what it sends: of those that cost at most `ALIKE` times the cheapest the one with
-    the least `node_traffic`.
+    share what it receives, and add what it sends: of those that cost at most `ALIKE` times the cheapest the one that
+    `least_traffic` selects.
 
     It is `found` on a topology of `node_size` alone (`Topology.has_only_node_size`), where the nodes are the product of
     mesh dims, for strided shards in many pieces, for mesh dims that become partial, and on meshes of more than
@@ -51,23 +56,37 @@ def best_path(
     """
     paths = [found, *node_paths(mesh, shape, dtype, source, target, topology)]
     limit = ALIKE * min(path.us for path in paths)
-    paths = [path for path in paths if path.us <= limit]
-    if len(paths) == 1:
-        return paths[0]
+    paths = sorted((path for path in paths if path.us <= limit), key=lambda path: path.us)
 
-    def traffic(path: Path) -> tuple[tuple[int, int], float]:
-        changes = [layout_change(mesh, dtype, a, b, topology.rank_nodes) for a, b in pairwise(path.layouts)]
-        return node_traffic(changes, shape, topology), path.us
+    def changes(path: Path) -> list[LayoutChange]:
+        return [layout_change(mesh, dtype, a, b, topology.rank_nodes) for a, b in pairwise(path.layouts)]
 
-    return min(paths, key=traffic)
+    return paths[least_traffic([changes(path) for path in paths], shape, topology)] if len(paths) > 1 else paths[0]
 
 
-def node_traffic(changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology) -> tuple[int, int]:
-    """The elements that enter the node that receives most in all steps together, and those that pass the busiest node
-    of each step, whose link carries both directions at once, added up. The changes have equal positions."""
-    nodes = numbered(topology.nodes_of(changes[0].positions.rank_array))[1]
-    across = np.array([elements_across_nodes(transfer_table(change, shape), nodes) for change in changes])
-    return int(across[:, 0].sum(axis=0).max()), int(across.max(axis=(1, 2)).sum())
+def least_traffic(paths: Sequence[Sequence[LayoutChange]], shape: tuple[int, ...], topology: Topology) -> int:
+    """The index of the path with the least traffic between nodes, of paths by ascending price: it lets the node that
+    receives most receive at most `_MORE` of the tensor more than any other path; of those its links take the least
+    time, up to `_SAME_TIME`; of those that node receives least.
+
+    Args:
+        paths: the changes of each, which all have the same positions.
+    """
+    ranks = paths[0][0].positions.rank_array
+    node = numbered(topology.nodes_of(ranks))[1]
+    sent = [[elements_between(transfer_table(change, shape), len(ranks)) for change in path] for path in paths]
+    received = [_most_received(sum(steps[1:], steps[0]), node) for steps in sent]
+    limit = min(received) + _MORE * math.prod(shape)
+    few = [index for index, elements in enumerate(received) if elements <= limit]
+    times = {index: sum(link_time(step, node) for step in sent[index]) for index in few}
+    soonest = _SAME_TIME * min(times.values())
+    return min((index for index in few if times[index] <= soonest), key=received.__getitem__)
+
+
+def _most_received(sent: np.ndarray, node: np.ndarray) -> int:
+    """The elements that enter the node that receives most."""
+    into = np.where(node[:, None] == node, 0, sent).sum(axis=0)
+    return int(np.bincount(node, into).max())
 
 
 def node_paths(

@@ -150,14 +150,11 @@ _COLUMNS = tuple([f.name for f in fields(TransferTable) if f.name != "axes"])
 _BOX_COLUMNS = _COLUMNS[2:]
 
 
-def elements_across_nodes(table: TransferTable, node: np.ndarray) -> np.ndarray:
-    """[2, nodes] the elements that enter each node, and those that leave it, by the boxes of all ranks.
-
-    Args:
-        node: [positions] the index of the node of each rank.
-    """
+def elements_between(table: TransferTable, positions: int) -> np.ndarray:
+    """[positions, positions] the elements that each rank sends to each, by the boxes of all ranks."""
     receiver = np.broadcast_to(table.receiver[:, None], table.sender.shape)
     elements = np.broadcast_to(table.elements[:, None], table.sender.shape)
-    far = (table.sender != FILL) & (node[table.sender] != node[receiver])
-    ends, number = (node[receiver[far]], node[table.sender[far]]), node.max() + 1
-    return np.array([np.bincount(end, elements[far], number) for end in ends]).astype(np.int64)
+    sent = table.sender != FILL
+    between = np.zeros((positions, positions), dtype=np.int64)
+    np.add.at(between, (table.sender[sent], receiver[sent]), elements[sent])
+    return between

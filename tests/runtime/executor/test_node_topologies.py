@@ -8,6 +8,7 @@ from itertools import product
 from random import Random
 
 import brute_force_oracle as oracle
+import numpy as np
 import pytest
 import torch
 from node_bytes import into_nodes, least_into_busiest_node, through_busiest_node
@@ -29,7 +30,9 @@ from shardweave.planner import (
     plan,
     redistribute_cost,
 )
+from shardweave.planner.cost.link_time import link_time
 from shardweave.planner.cost.step_cost import step_price
+from shardweave.planner.exchange.transfer_table import elements_between
 from shardweave.planner.layouts.node_layout import parse_node_layout
 from shardweave.planner.layouts.nodes import RankNodes
 
@@ -155,6 +158,18 @@ def test_sums_cross_in_both_directions_at_once(sizes: tuple[int, ...]) -> None:
     assert through_busiest_node(program, nodes) <= 1.02 * math.prod(SHAPE), program.explain()
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (1, 1, 2), (1, 3, 3), (1, 2, 3), (3, 1, 2, 2)], ids=str)
+def test_links_that_messages_share_equally_stay_full(sizes: tuple[int, ...]) -> None:
+    """No node sends many messages to one node, which would leave little of its link to the messages that the busiest
+    node waits for."""
+    node = np.repeat(range(len(sizes)), sizes)
+    for source, target in (("S0", "R"), ("P", "S0"), ("P", "R"), ("S0", "S1")):
+        program = plan((len(node),), SHAPE, "float32", source, target, topology=without_latency(node.tolist()))
+        sent = [elements_between(step.boxes, len(node)) for step in program.steps]
+        time = sum(link_time(step, node) for step in sent)
+        assert time <= 1.15 * through_busiest_node(program, node.tolist()), program.explain()
+
+
 # The nodes of ranks; the tensors that have to enter each.
 @pytest.mark.parametrize(
     ("mesh", "nodes", "source", "target", "least"),
@@ -231,10 +246,10 @@ def over_least(seeds: range) -> list[float]:
 
 def check_over_least(over: list[float]) -> None:
     """What `least_into_busiest_node` returns can be reached if any share of the elements may take each way. In programs
-    each rank holds one box, so that what a node adds is one part of each shard, and a plan that takes 20% less time is
-    preferred to one that receives less: 3 in 100 are over it by more than 5% of the tensor, the worst by 12%."""
+    each rank holds one box, so that what a node adds is one part of each shard, and a plan that takes less time may
+    receive a little more: 3 in 100 are over it by more than 5% of the tensor, the worst by 16%."""
     assert sum(x <= 0.05 for x in over) >= 0.9 * len(over), over  # of some 50 cases
-    assert max(over) <= 0.13, over
+    assert max(over) <= 0.17, over
 
 
 def test_random_sums_on_uneven_nodes_receive_least() -> None:
