@@ -15,6 +15,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -161,10 +162,21 @@ def plug(port: str, pid: int) -> None:
 
 
 def configure(address: str) -> None:
-    """Set up this host's links, and TCP as on every machine: the kernel's default differs, and BBR leaves a part of a
-    shaped link idle. Reno is in every kernel and needs no permission."""
+    """Set up this host's links, and TCP as on most machines, with CUBIC, the default of Linux; the default of this
+    kernel may differ, and BBR leaves a part of a shaped link idle. Without CUBIC it is Reno, which every kernel has.
+    """
     Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
     run("ip", f"link set lo up\naddress add {address}/24 dev {INTERFACE}\nlink set {INTERFACE} up")
+    network = f"{address.rpartition('.')[0]}.0/24"
+    # For a route every algorithm is allowed that the kernel has, for a namespace only some.
+    with suppress(RuntimeError):
+        run("ip", f"route replace {network} dev {INTERFACE} src {address} congctl cubic")
+
+
+def congestion_control() -> str:
+    """That of TCP between this host and the others."""
+    route = run("ip", "", "route", "show", "dev", INTERFACE).split()
+    return route[route.index("congctl") + 1] if "congctl" in route else "reno"
 
 
 def shape(interface: str, gigabits: float, queue_bytes: int | None = None) -> None:

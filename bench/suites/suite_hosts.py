@@ -30,7 +30,7 @@ from shardweave.bench.harness.hosts import Hosts
 from shardweave.bench.harness.interleaved import time_sides
 from shardweave.bench.harness.link_bytes import bytes_received, least_bytes, least_token_bytes, planned_bytes
 from shardweave.bench.harness.measure import Sink
-from shardweave.bench.harness.namespaces import HostsUnavailable
+from shardweave.bench.harness.namespaces import HostsUnavailable, congestion_control
 from shardweave.bench.suites.rank_rows import put, result
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
 from shardweave.bench.workloads import Workload, load_workloads
@@ -180,7 +180,7 @@ def rank_main(rank: int, selected: _Selected) -> list[dict[str, Any]]:
 
 
 def _detail(setting: Setting) -> dict[str, Any]:
-    return {"bytes are": _BYTES_ARE, "gigabits": setting.gigabits}
+    return {"bytes are": f"{_BYTES_ARE}; TCP uses {congestion_control()}", "gigabits": setting.gigabits}
 
 
 def _redistributed(
