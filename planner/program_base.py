@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -19,6 +20,8 @@ from .layouts.dtypes import ITEMSIZE
 from .layouts.index_sets import held_sizes
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh
+from .layouts.node_layout import NodeLayout
+from .layouts.nodes import Nodes, nodes_of
 from .path import Path
 
 
@@ -75,7 +78,14 @@ class ProgramBase:
         if not isinstance(step, Exchange):
             return (position,)
         if step.group is not None:
-            return self._positions_along(step.target_mesh, position, step.group)
+            along = self._positions_along(step.target_mesh, position, step.group)
+            nodes = _nodes_of_step(step)
+            if nodes is None:
+                return along
+            node = nodes_of(self.mesh.rank_array, nodes)
+            of_equal_size = len(set(Counter(node.tolist()).values())) == 1
+            # On others a rank that is alone exchanges in another way than those that share a node: slower as a whole.
+            return tuple([p for p in along if node[p] == node[position]]) if of_equal_size else along
         boxes = step.boxes
         peers = np.concatenate(
             [boxes.sender[boxes.receiver == position, 0], boxes.receiver[boxes.sender[:, 0] == position]]
@@ -256,3 +266,14 @@ def format_bytes(n: int | float) -> str:
             return f"{n:.4g} {unit}"
         n /= 1024
     return f"{n:.4g} GiB"
+
+
+def _nodes_of_step(step: Exchange) -> Nodes | None:
+    """The node of each rank, if only ranks of a node exchange in a step, by its layouts: they add their terms, or
+    gather what the node holds."""
+    before, after = step.source, step.target
+    if isinstance(after, NodeLayout) and after.kind == "node sums" and after.base == before:
+        return after.nodes
+    if isinstance(before, NodeLayout) and before.kind == "node shares" and before.base == after:
+        return before.nodes
+    return None

@@ -119,7 +119,7 @@ def tokens(scale: str, setting: Setting) -> list[Tokens]:
 def cases(scale: str) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for setting in settings(scale):
-        sides = ("ours", "stock") if setting.is_main else ("ours", MESSAGES, "stock")
+        sides = ("ours", "stock") if setting.is_main else ("ours", "stock", MESSAGES)
         contenders = {one.name: sides for one in workloads(scale, setting)}
         contenders |= {str(one): ("ours", "torch.distributed") for one in tokens(scale, setting)}
         found |= {f"{setting.name}: {name}": who for name, who in contenders.items()}
@@ -200,9 +200,7 @@ def _redistributed(
     topology = current_transports().machines.find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
     program = shardweave.plan(mesh, case.shape, case.dtype, case.source_text, case.target_text, topology=topology)
     if not setting.is_main:
-        # Before stock: in the turn after them, messages would find TCP's windows as these have left them.
-        messages = plain_messages(program, host_of, rank, itemsize, host_groups[host_of[rank]])
-        sides = {"ours": sides["ours"], MESSAGES: messages, "stock": sides["stock"]}
+        sides[MESSAGES] = plain_messages(program, host_of, rank, itemsize, host_groups[host_of[rank]])
     return result(
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),
         faults={side: fault for side, fault in faults.items() if fault},

@@ -170,6 +170,17 @@ def test_links_that_messages_share_equally_stay_full(sizes: tuple[int, ...]) -> 
         assert time <= 1.15 * through_busiest_node(program, node.tolist()), program.explain()
 
 
+@pytest.mark.parametrize(("source", "inside"), [("S0 S0", [1]), ("P P", [0, 3])])
+def test_only_ranks_of_a_node_are_members_of_steps_inside_nodes(source: str, inside: list[int]) -> None:
+    """On nodes of one size, so that these steps are carried out as those along a mesh dim inside nodes."""
+    nodes = [0, 0, 1, 1, 2, 2]
+    program = plan((2, 3), SHAPE, "float32", source, "R R", topology=without_latency(nodes))
+    for number, step in enumerate(program.steps):
+        for position, node in enumerate(nodes):
+            expected = [p for p in range(6) if nodes[p] == node] if number in inside else list(range(6))
+            assert list(program.members(step, position)) == expected, program.explain()
+
+
 # The nodes of ranks; the tensors that have to enter each.
 @pytest.mark.parametrize(
     ("mesh", "nodes", "source", "target", "least"),
