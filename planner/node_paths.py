@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
-from .cost.link_time import link_time
+from .cost.link_time import equal_rates, link_time
 from .cost.node_cost import node_step_price
 from .cost.priced_ranks import priced_ranks
 from .cost.step_cost import StepPrice
@@ -17,7 +17,7 @@ from .exchange.layout_change import LayoutChange
 from .exchange.node_change import NodeChange, layout_change
 from .exchange.senders import transfer_table
 from .exchange.transfer_table import elements_between
-from .layouts.distinct import numbered
+from .layouts.distinct import distinct, numbered
 from .layouts.dtypes import ITEMSIZE
 from .layouts.index_sets import held_sizes
 from .layouts.layout import Layout, pairs_of
@@ -67,7 +67,8 @@ def best_path(
 def least_traffic(paths: Sequence[Sequence[LayoutChange]], shape: tuple[int, ...], topology: Topology) -> int:
     """The index of the path with the least traffic between nodes, of paths by ascending price: it lets the node that
     receives most receive at most `_MORE` of the tensor more than any other path; of those its links take the least
-    time, up to `_SAME_TIME`; of those that node receives least.
+    time, up to `_SAME_TIME`; of those they take the least if no message takes up what others leave of a link, as
+    connections do only in part; of those that node receives least.
 
     Args:
         paths: the changes of each, which all have the same positions.
@@ -80,7 +81,10 @@ def least_traffic(paths: Sequence[Sequence[LayoutChange]], shape: tuple[int, ...
     few = [index for index, elements in enumerate(received) if elements <= limit]
     times = {index: sum(link_time(step, node) for step in sent[index]) for index in few}
     soonest = _SAME_TIME * min(times.values())
-    return min((index for index in few if times[index] <= soonest), key=received.__getitem__)
+    alike = [index for index in few if times[index] <= soonest]
+    slowest = {index: sum(link_time(step, node, equal_rates) for step in sent[index]) for index in alike}
+    soonest = _SAME_TIME * min(slowest.values())
+    return min((index for index in alike if slowest[index] <= soonest), key=received.__getitem__)
 
 
 def _most_received(sent: np.ndarray, node: np.ndarray) -> int:
@@ -179,8 +183,8 @@ def _paths(
     strided = {*source.strided_dims, *target.strided_dims}
     largest = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: (d in strided, -shape[d]))
 
-    def cut(kind: Kind, base: Layout, along: tuple[int, ...]) -> Callable[[int], NodeLayout]:
-        return lambda d: NodeLayout(kind, base, d, along, mesh, topology.rank_nodes)
+    def cut(kind: Kind, base: Layout, along: tuple[int, ...]) -> Callable[..., NodeLayout]:
+        return lambda d, split=1: NodeLayout(kind, base, d, along, mesh, topology.rank_nodes, None, split)
 
     node_shares = cut("node shares", target, replicated)
     replicas = tuple(m for m in dims if source.placements[m] == Replicate())
@@ -189,16 +193,18 @@ def _paths(
     shares = cut("shares", target, replicated)
     reduced = source.with_placement(summed, Replicate())
     reduced_shares = [cut("shares", reduced, along) for along in alongs]
-    for d in largest[: 1 + (mesh.size <= _WIDE)]:
+    is_wide = mesh.size <= _WIDE
+    splits = (1, len(distinct(topology.nodes_of(mesh.rank_array)))) if is_wide and summed else (1,)
+    for d, split in product(largest[: 1 + is_wide], splits):
         ends: list[tuple[Layout, ...]] = [(target,)]
         if replicated:
-            ends += [(node_shares(d), target)]
+            ends += [(node_shares(d, split), target)]
             if summed:
-                ends += [(shares(d), node_shares(d), target), (shares(d), target)]
+                ends += [(shares(d), node_shares(d, split), target), (shares(d), target)]
         if summed and reduced != target:
             ends += [(shares_of(d), *end) for end in ends[:2] for shares_of in reduced_shares]
         for end in sorted(ends, key=len, reverse=True):  # the cheapest tend to be long
             if summed:
-                yield from ((source, of_nodes(d), *end) for of_nodes in sums)
+                yield from ((source, of_nodes(d, split), *end) for of_nodes in sums)
             if len(end) > 1:
                 yield source, *end

@@ -64,8 +64,9 @@ def cut_dims(
     if isinstance(layout, NodeLayout):
         last, more = layout.tensor_dim, layout.parts(coordinate)
         cuts = {**dict(layout.all_cuts), last: layout.cuts(last)}
-        parts = {d: parts_of(c, mesh_shape, coordinate) for d, c in cuts.items()}
-        return tuple((d, parts[d] + more if d == last else parts[d], is_strided(c)) for d, c in cuts.items())
+        parts: dict[int, Parts] = {d: parts_of(c, mesh_shape, coordinate) for d, c in cuts.items()}
+        parts[last] += more
+        return tuple((d, parts[d], is_strided(c) or d == last and layout.split > 1) for d, c in cuts.items())
     return tuple((d, parts_of(cuts, mesh_shape, coordinate), is_strided(cuts)) for d, cuts in layout.all_cuts)
 
 
@@ -170,12 +171,15 @@ def spans_at(
 
 def boxes_of_all(shape: Sequence[int], layout: Layout, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
     """[positions, tensor dims, 2] the spans of each rank's shard, and of what it has values of: its shard, or its part
-    of the sums of its node. For strided tensor dims, those of the whole dim."""
+    of the sums of its node. For strided tensor dims, those of the whole dim; for one of which the ranks of nodes hold
+    several pieces, those under the base layout."""
     held = np.stack(spans_at(shape, layout, mesh.shape, mesh.coordinates)).T  # [positions, tensor dims, start and stop]
     if not isinstance(layout, NodeLayout):
         return held, held
+    if layout.split > 1:
+        return held, held
     valid, d = held.copy(), layout.tensor_dim
-    valid[:, d] = np.stack(layout.narrowed(held[:, d, 0], held[:, d, 1]), axis=1)
+    valid[:, d] = np.concatenate(layout.narrowed(held[:, d, 0], held[:, d, 1]), axis=1)
     return (held if layout.kind == "node sums" else valid), valid
 
 

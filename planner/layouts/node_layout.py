@@ -37,6 +37,9 @@ class NodeLayout(Layout):
         nodes: the node of each rank.
         weights: of "shares": [positions] the size of the part of the rank's node, relative to those of the others.
             None: parts of equal size.
+        split: of "node sums" and "node shares": the number of pieces into which the tensor dim is cut first; the ranks
+            of a node hold a part of each. With as many pieces as nodes it is a part of each node's share, so that all
+            ranks of a node have something for each other node.
 
     Attributes:
         summed: the mesh dims of `along` that are partial in `base`.
@@ -56,15 +59,16 @@ class NodeLayout(Layout):
         mesh: Mesh,
         nodes: Nodes | None,
         weights: tuple[int, ...] | None = None,
+        split: int = 1,
     ) -> None:
-        identity = kind, base, tensor_dim, along, mesh, nodes, weights
-        names = "kind", "base", "tensor_dim", "along", "mesh", "nodes", "weights"
+        identity = kind, base, tensor_dim, along, mesh, nodes, weights, split
+        names = "kind", "base", "tensor_dim", "along", "mesh", "nodes", "weights", "split"
         for name, value in (*zip(names, identity, strict=True), ("_identity", identity)):
             object.__setattr__(self, name, value)
         self._set(base.placements, base.orders)
         prefixes = list(base.prefixes)
         for m in along:
-            prefixes[m] = (*prefixes[m], kind, tensor_dim, weights)
+            prefixes[m] = (*prefixes[m], kind, tensor_dim, weights, split)
         object.__setattr__(self, "prefixes", tuple(prefixes))
         object.__setattr__(self, "_hash", hash(identity))
 
@@ -75,6 +79,7 @@ class NodeLayout(Layout):
     mesh: Mesh
     nodes: Nodes | None
     weights: tuple[int, ...] | None
+    split: int
     _identity: tuple
 
     def __eq__(self, other: object) -> bool:
@@ -85,7 +90,8 @@ class NodeLayout(Layout):
 
     def __str__(self) -> str:
         weights = "" if self.weights is None else f":{','.join(map(str, self.weights))}"
-        return f"{self.base} | {self.kind}{weights} S{self.tensor_dim} along {','.join(map(str, self.along))}"
+        split = "" if self.split == 1 else f"/{self.split}"
+        return f"{self.base} | {self.kind}{weights} S{self.tensor_dim}{split} along {','.join(map(str, self.along))}"
 
     def without_size_one(self, mesh_shape: object) -> Layout:
         return self
@@ -149,7 +155,7 @@ class NodeLayout(Layout):
             return ()
         position = int(np.array(coordinate) @ self.mesh.strides)
         index, ranks, node, nodes, before, total = (int(place[position]) for place in self._places)
-        of_rank = (ranks, 1, index)
+        of_rank = (ranks, self.split, index)
         if self.kind != "shares":
             return (of_rank,)
         if self.weights is None:
@@ -157,15 +163,18 @@ class NodeLayout(Layout):
         return (total, 1, range(before, before + self.weights[position])), of_rank
 
     def narrowed(self, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Cut the spans [positions] that ranks hold of `tensor_dim` under `base` down to what they have values of."""
-        index, ranks, node, nodes, before, total = self._places
-        if self.kind == "shares" and self.weights is not None:
-            length, after = stop - start, before + np.array(self.weights)
+        """Cut the spans [positions] that ranks hold of `tensor_dim` under `base` down to what they have values of: the
+        start and stop [positions, split] of spans."""
+        index, ranks, node, nodes, before, total = (x[:, None] for x in self._places)
+        start, stop = start[:, None], stop[:, None]
+        if self.weights is not None:
+            length, after = stop - start, before + np.array(self.weights)[:, None]
             start, stop = start + length * before // total, start + length * after // total
         elif self.kind == "shares":
             start, stop = _cut(start, stop, nodes, node)
+        start, stop = _cut(start, stop, np.array(self.split), np.arange(self.split))
         start, stop = _cut(start, stop, ranks, index)
-        return start, np.where(self.terms_on_node > 0, stop, start) if self.kind == "node sums" else stop
+        return start, np.where(self.terms_on_node[:, None] > 0, stop, start) if self.kind == "node sums" else stop
 
 
 def _terms(mesh: Mesh, summed: tuple[int, ...]) -> np.ndarray:
@@ -239,7 +248,13 @@ def parse_node_layout(text: str, mesh: Mesh, nodes: Nodes | None) -> NodeLayout 
     base, _, rest = text.partition(" | ")
     words = rest.rsplit(" ", 3)
     kind, _, numbers = words[0].partition(":")
-    if len(words) != 4 or kind not in KINDS or words[2] != "along" or not words[1][1:].isdecimal():
+    if len(words) != 4 or kind not in KINDS or words[2] != "along":
+        return None
+    tensor_dim, slash, pieces = words[1][1:].partition("/")
+    if not tensor_dim.isdecimal() or slash and not (pieces.isdecimal() and kind != "shares"):
+        return None
+    split = int(pieces or 1)
+    if not 1 + bool(slash) <= split <= mesh.size:
         return None
     along = tuple(int(m) for m in words[3].split(",") if m.isdecimal())
     layout = Layout.parse(base, mesh.shape)
@@ -248,7 +263,7 @@ def parse_node_layout(text: str, mesh: Mesh, nodes: Nodes | None) -> NodeLayout 
     if kind == "node sums" and (any(isinstance(layout.placements[m], Shard) for m in along) or not layout.has_partial):
         return None
     weights = tuple(int(n) for n in numbers.split(",") if n.isdecimal() and len(n) < 10) if ":" in words[0] else None
-    parsed = NodeLayout(kind, layout, int(words[1][1:]), along, mesh, nodes, weights)  # type: ignore[arg-type]
+    parsed = NodeLayout(kind, layout, int(tensor_dim), along, mesh, nodes, weights, split)  # type: ignore[arg-type]
     return parsed if weights is None or kind == "shares" and _are_weights(parsed, weights) else None
 
 

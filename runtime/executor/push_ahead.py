@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 
-from ...planner import ITEMSIZE, Exchange, Program, Step, held_box
+from ...planner import ITEMSIZE, Exchange, Program, Step
 from ..transports.base import Capabilities
 from . import pieces
 from .boxes import Box, box_at_source, common_box, without
@@ -63,24 +64,18 @@ def _sent_first(
     """The beginnings of what a rank may send to other nodes in `following`, `_PIECES` of `piece` elements together, as
     boxes in its shard after `step`."""
     node = transport.node_of(program.mesh.rank_at(position))
-    held, sent = _box_after(program, step, position), []
+    held: list[tuple[Box, tuple[int, ...]]] = program.boxes_after(step, position)
     group = program.members(following, position)
-    start = group.index(position)
+    start, sent = group.index(position), []
     for peer in group[start:] + group[:start]:  # as `BoundStep.peers`
         if transport.node_of(program.mesh.rank_at(peer)) != node:
-            common = common_box(held, _box_after(program, following, peer))
-            if common is not None:
-                sent.append(tuple((a - low, b - low) for (a, b), (low, _) in zip(common, held, strict=True)))
+            for (box, at), (wanted, _) in product(held, program.boxes_after(following, peer)):
+                common = common_box(box, wanted)
+                if common is not None:
+                    ends = zip(common, box, at, strict=True)
+                    sent.append(tuple((a - low + first, b - low + first) for (a, b), (low, _), first in ends))
     sent = list(dict.fromkeys(sent))
     return [_beginning(box, -(-_PIECES // len(sent)) * piece) for box in sent[:_PIECES]]
-
-
-def _box_after(program: Program, step: Step, position: int) -> Box:
-    """The part of the tensor that a rank holds after a step."""
-    coordinate = program.coordinate_in(step.target_mesh, position)
-    if coordinate is None:  # it holds nothing
-        return ((0, 0),) * len(program.shape)
-    return held_box(program.shape, step.target, step.target_mesh.shape, coordinate)
 
 
 def _beginning(box: Box, room: int) -> Box:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.planner import Layout, Mesh
+from shardweave.planner.exchange.node_change import shard_boxes
 from shardweave.planner.layouts import spans
 from shardweave.planner.layouts.index_sets import (
     boxes_of_all,
@@ -233,3 +234,34 @@ def test_boxes_of_all_match_those_of_each_rank(kind: Kind, weights: tuple[int, .
         each = [held_box(shape, layout, mesh.shape, mesh.coordinate(p)) for p in range(mesh.size)]
         assert held.tolist() == [[list(span) for span in box] for box in each]
         assert (held == valid).all() or kind == "node sums"
+
+
+@pytest.mark.parametrize("extent", [17, 24, 5, 1, 0])
+@pytest.mark.parametrize("split", [2, 3, 5])
+@pytest.mark.parametrize("kind", ["node sums", "node shares"])
+def test_ranks_of_a_node_hold_a_part_of_each_piece(kind: Kind, split: int, extent: int) -> None:
+    """The pieces are those of `torch.chunk`, and so are the parts of the ranks of a node."""
+    mesh, nodes = Mesh((2, 3)), [0, 0, 1, 2, 2, 1]
+    base = Layout.parse("R S0" if kind != "node sums" else "P S0", mesh.shape)
+    layout = NodeLayout(kind, base, 0, (0,), mesh, RankNodes(nodes), split=split)
+    boxes = shard_boxes(mesh, layout, (extent, 2))
+    for position in range(mesh.size):
+        column = position % 3
+        shard = chunk_of(torch.arange(extent), 3, column)
+        near = [p for p in (column, column + 3) if nodes[p] == nodes[position]]
+        parts = [chunk_of(chunk_of(shard, split, i), len(near), near.index(position)) for i in range(split)]
+        own = boxes.position == position
+        spans = zip(boxes.at[own].tolist(), boxes.start[own].tolist(), boxes.stop[own].tolist(), strict=True)
+        found = [(at[0], list(range(start[0], stop[0]))) for at, start, stop in spans if start < stop]
+        assert [x for _, of_piece in found for x in of_piece] == torch.cat(parts).tolist()
+        local = held_sizes((extent, 2), layout, mesh.shape, mesh.coordinate(position))
+        assert local == (len(shard) if kind == "node sums" else len(torch.cat(parts)), 2)
+        memory = shard.tolist() if kind == "node sums" else torch.cat(parts).tolist()
+        for at, of_piece in found:
+            assert memory[at : at + len(of_piece)] == of_piece
+
+
+def chunk_of(x: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+    """Part `index` of `torch.chunk`; empty if there is none."""
+    chunks = x.chunk(parts) if len(x) else ()
+    return chunks[index] if index < len(chunks) else x[:0]

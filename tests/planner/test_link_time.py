@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardweave.planner.cost.link_time import fair_rates, link_time
+from shardweave.planner.cost.link_time import equal_rates, fair_rates, link_time
 
 pytestmark = pytest.mark.plan
 
@@ -62,6 +62,15 @@ def test_time_of_known_messages(node: list[int], sent: dict[tuple[int, int], int
         assert link_time(elements * scale, np.array(node)) == pytest.approx(time * scale, rel=0.02)
 
 
+def test_time_where_messages_do_not_take_up_what_others_leave() -> None:
+    """Node 2 receives three messages, a third of its link each. Those of node 0 leave a third of its link, which the
+    other message of node 0 takes up, or does not."""
+    elements = np.zeros((5, 5), dtype=np.int64)
+    elements[0, 1], elements[[0, 3, 4], 2] = 6000, 3000
+    assert link_time(elements, np.arange(5)) == pytest.approx(9000, rel=0.02)
+    assert link_time(elements, np.arange(5), equal_rates) == pytest.approx(10500, rel=0.02)
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_time_is_at_least_that_of_busiest_link(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -70,5 +79,6 @@ def test_time_is_at_least_that_of_busiest_link(seed: int) -> None:
     elements = random.integers(0, 1000, (ranks, ranks)) * (random.random((ranks, ranks)) < 0.7)
     between = np.where(node[:, None] == node, 0, elements)
     carried = [np.bincount(node, between.sum(axis=axis)).max() for axis in (0, 1)]
-    time = link_time(elements, node)
-    assert 0.999 * max(carried) <= time <= between.sum() * 1.02
+    for rates_of in (fair_rates, equal_rates):
+        time = link_time(elements, node, rates_of)
+        assert 0.999 * max(carried) <= time <= between.sum() * 1.02

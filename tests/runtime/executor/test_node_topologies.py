@@ -30,10 +30,10 @@ from shardweave.planner import (
     plan,
     redistribute_cost,
 )
-from shardweave.planner.cost.link_time import link_time
+from shardweave.planner.cost.link_time import equal_rates, link_time
 from shardweave.planner.cost.step_cost import step_price
 from shardweave.planner.exchange.transfer_table import elements_between
-from shardweave.planner.layouts.node_layout import parse_node_layout
+from shardweave.planner.layouts.node_layout import NodeLayout, parse_node_layout
 from shardweave.planner.layouts.nodes import RankNodes
 
 pytestmark = pytest.mark.plan
@@ -170,14 +170,41 @@ def test_links_that_messages_share_equally_stay_full(sizes: tuple[int, ...]) -> 
         assert time <= 1.15 * through_busiest_node(program, node.tolist()), program.explain()
 
 
-@pytest.mark.parametrize(("source", "inside"), [("S0 S0", [1]), ("P P", [0, 3])])
-def test_only_ranks_of_a_node_are_members_of_steps_inside_nodes(source: str, inside: list[int]) -> None:
-    """On nodes of one size, so that these steps are carried out as those along a mesh dim inside nodes."""
-    nodes = [0, 0, 1, 1, 2, 2]
-    program = plan((2, 3), SHAPE, "float32", source, "R R", topology=without_latency(nodes))
+@pytest.mark.parametrize(
+    ("sizes", "target"), [((1, 2, 2), "S0"), ((1, 2, 2), "R"), ((1, 3, 3), "R"), ((1, 2, 2, 2), "R")]
+)
+def test_every_rank_of_a_node_sends_to_every_other_node(sizes: tuple[int, ...], target: str) -> None:
+    """So that the busiest node does not wait for messages that have to take up what others leave of a link."""
+    node = np.repeat(range(len(sizes)), sizes)
+    program = plan((len(node),), SHAPE, "float32", "P", target, topology=without_latency(node.tolist()))
+    layout = program.steps[0].target
+    assert isinstance(layout, NodeLayout) and layout.split == len(sizes), program.explain()
+    sent = [elements_between(step.boxes, len(node)) for step in program.steps]
+    time = sum(link_time(step, node, equal_rates) for step in sent)
+    assert time <= 1.03 * through_busiest_node(program, node.tolist()), program.explain()
+    for dtype, how in product(("float32", "float64"), HOW):
+        check_values(((len(node),), node.tolist(), "P", target), dtype, **how)
+    assert Program.from_json(program.to_json()).explain() == program.explain()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nodes", "source", "inside"),
+    [
+        ((2, 3), [0, 0, 1, 1, 2, 2], "S0 S0", [1]),
+        ((2, 3), [0, 0, 1, 1, 2, 2], "P P", [0, 3]),
+        ((5,), [0, 1, 1, 2, 2], "S0", [1]),
+        ((5,), [0, 1, 1, 2, 2], "P", [0, 3]),
+    ],
+)
+def test_only_ranks_of_a_node_are_members_of_steps_inside_nodes(
+    mesh: tuple[int, ...], nodes: list[int], source: str, inside: list[int]
+) -> None:
+    """So that these steps are carried out as those along a mesh dim inside nodes."""
+    target = " ".join("R" for _ in mesh)
+    program = plan(mesh, SHAPE, "float32", source, target, topology=without_latency(nodes))
     for number, step in enumerate(program.steps):
         for position, node in enumerate(nodes):
-            expected = [p for p in range(6) if nodes[p] == node] if number in inside else list(range(6))
+            expected = [p for p, n in enumerate(nodes) if n == node or number not in inside]
             assert list(program.members(step, position)) == expected, program.explain()
 
 
@@ -282,6 +309,17 @@ def test_weighted_shares(nodes: list[int], source: str, target: str, least: floa
     program = plan(mesh, SHAPE, "float32", source, target, topology=without_latency(nodes))
     assert max(into_nodes(program, nodes)) <= (least + 0.17) * math.prod(SHAPE), program.explain()
     assert Program.from_json(program.to_json()).explain() == program.explain()
+
+
+@pytest.mark.parametrize("split", ["/", "/0", "/1", "/5", "/x", "/-2", "/2/2"])
+def test_pieces_that_are_none(split: str) -> None:
+    """From 2 pieces to as many as ranks; of sums and of what ranks of a node share."""
+    mesh, nodes = Mesh((4,)), RankNodes([0, 0, 1, 2])
+    for kind in ("P | node sums", "R | node shares"):
+        parsed = parse_node_layout(f"{kind} S0/3 along 0", mesh, nodes)
+        assert parsed is not None and parsed.split == 3 and str(parsed) == f"{kind} S0/3 along 0"
+        assert parse_node_layout(f"{kind} S0{split} along 0", mesh, nodes) is None
+    assert parse_node_layout("R | shares S0/3 along 0", mesh, nodes) is None
 
 
 @pytest.mark.parametrize("weights", ["1", "1,1,0", "0,0,0,0", "1,2,1,1", "1,1,1,1x", "1,1,1,99999999999"])
