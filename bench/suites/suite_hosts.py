@@ -1,23 +1,24 @@
 """Redistributions and token dispatch between hosts, by shardweave and by stock DTensor or torch.distributed's
-all-to-alls, on the same ranks: two hosts of two ranks on this machine, with links of 1 and 10 Gbit/s, and other hosts
-with links of 1 Gbit/s.
+all-to-alls, on the same ranks: two hosts of two ranks on this machine, with links of 1 and 10 Gbit/s, other hosts with
+links of 1 Gbit/s, and small tensors on two hosts that are a round trip of 20 ms apart.
 
 Results are checked first. Bytes are those that enter a host during one call, counted at its link, headers included, of
 the host with most; the bound is what has to enter it, of a sum one value, as if the other hosts had added their terms.
-All ranks share the cores of this machine, so that at the higher rate the cores, not the links, may limit both sides. On
-other hosts a third side sends as many bytes as shardweave does between hosts, by plain `isend` and `irecv`, after which
-the ranks of a host wait for each other, and nothing else.
+All ranks share the cores of this machine, so that at the higher rate the cores, not the links, may limit all sides: how
+busy they are is measured after the times. A third side sends as many bytes as shardweave does between hosts, by plain
+`isend` and `irecv`, after which the ranks of a host wait for each other, and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +27,7 @@ import shardweave
 from shardweave.bench.baselines.plain_messages import plain_messages
 from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, mesh_for, moves
 from shardweave.bench.baselines.token_layers import EXPERTS, expert_scale, faults_of, plain_layer, shardweave_layer
+from shardweave.bench.harness.core_time import busy_share
 from shardweave.bench.harness.hosts import Hosts
 from shardweave.bench.harness.interleaved import time_sides
 from shardweave.bench.harness.link_bytes import bytes_received, least_bytes, least_token_bytes, planned_bytes
@@ -34,6 +36,7 @@ from shardweave.bench.harness.namespaces import HostsUnavailable, congestion_con
 from shardweave.bench.suites.rank_rows import put, result
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
 from shardweave.bench.workloads import Workload, load_workloads
+from shardweave.planner.exchange.steps import Traffic
 from shardweave.runtime.transports.select import current_transports
 
 SUITE = "hosts"
@@ -43,7 +46,8 @@ OTHER_HOSTS = {
     "hosts of 1, 2, 2": [[0], [1, 2], [3, 4]],
     "hosts of 3, 1": [[0, 1, 2], [3]],
 }
-OTHER_GIGABITS, OTHER_LAYOUTS = 1.0, 4  # the rate, and how many of `LAYOUTS`
+OTHER_GIGABITS = 1.0
+APART, APART_MS, APART_SIDE = "20 ms apart", 20.0, 16  # the time of a round trip
 GIGABITS = {"full": (1.0, 10.0), "quick": (1.0, 10.0), "dry": (10.0,)}
 ROUNDS = {"full": 7, "quick": 3, "dry": 1}
 SIDES = {"full": 2048, "quick": 2048, "dry": 16}
@@ -51,6 +55,8 @@ LAYOUTS = [
     ("S0 S0", "R R"), ("S0 S1", "S1 S0"), ("P P", "R R"), ("P P", "S0 S0"), ("R S0", "S0 S0"), ("S0 R", "S1 R"),
     ("R S0", "R S1"),
 ]  # fmt: skip
+EVERYWHERE = 4  # how many of `LAYOUTS`, the first ones, on all hosts, and beside plain messages
+_DISPATCH_STEPS = 3  # the numbers of rows, the rows, and what comes back for them
 _TURN_SECONDS, _WARM_CALLS, _LONGEST = 0.3, 2, 7200.0
 _BYTES_ARE = (
     "received by a host over its link during a call, headers included, of the host with most; of link: the share that "
@@ -66,13 +72,15 @@ class Setting:
     Attributes:
         name: what the names of its cases begin with.
         hosts: the ranks of each, which are numbered host by host.
-        is_main: whether everything is measured; otherwise some redistributions, with plain messages beside.
+        is_main: whether everything is measured; otherwise some redistributions.
+        round_trip_ms: of a packet and its answer, if they are held back: small tensors are measured.
     """
 
     name: str
     hosts: list[list[int]]
     gigabits: float
     is_main: bool = True
+    round_trip_ms: float = 0.0
 
     @property
     def host_of(self) -> list[int]:
@@ -92,12 +100,13 @@ class _Selected:
 def settings(scale: str) -> list[Setting]:
     main = [Setting(f"{rate:g} Gbit/s", HOSTS, rate) for rate in GIGABITS[scale]]
     rate = OTHER_GIGABITS
-    return main + [Setting(f"{name}, {rate:g} Gbit/s", hosts, rate, False) for name, hosts in OTHER_HOSTS.items()]
+    others = [Setting(f"{name}, {rate:g} Gbit/s", hosts, rate, False) for name, hosts in OTHER_HOSTS.items()]
+    return [*main, *others, Setting(APART, HOSTS, rate, False, APART_MS)]
 
 
 def workloads(scale: str, setting: Setting) -> list[Workload]:
-    side = SIDES[scale]
-    layouts = LAYOUTS if setting.is_main else LAYOUTS[:OTHER_LAYOUTS]
+    side = APART_SIDE if setting.round_trip_ms else SIDES[scale]
+    layouts = LAYOUTS if setting.is_main else LAYOUTS[:EVERYWHERE]
     swept = [
         Workload(f"{source} → {target} {side}×{side} float32", "", (2, 2), ("x", "y"), source, target, "float32",
                  (side, side), (side, side))
@@ -110,17 +119,25 @@ def workloads(scale: str, setting: Setting) -> list[Workload]:
 
 
 def tokens(scale: str, setting: Setting) -> list[Tokens]:
+    if setting.round_trip_ms:
+        return [Tokens(8, 64, False)]
     if not setting.is_main:
         return []
     count, hidden = (5, 8) if scale == "dry" else (512, 1024)
     return [Tokens(count, hidden, backward) for backward in (False, True)]
 
 
+def _has_messages(workload: Workload) -> bool:
+    return not workload.model and (workload.source, workload.target) in LAYOUTS[:EVERYWHERE]
+
+
 def cases(scale: str) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for setting in settings(scale):
-        sides = ("ours", "stock") if setting.is_main else ("ours", "stock", MESSAGES)
-        contenders = {one.name: sides for one in workloads(scale, setting)}
+        contenders: dict[str, tuple[str, ...]] = {
+            one.name: ("ours", "stock", MESSAGES) if _has_messages(one) else ("ours", "stock")
+            for one in workloads(scale, setting)
+        }
         contenders |= {str(one): ("ours", "torch.distributed") for one in tokens(scale, setting)}
         found |= {f"{setting.name}: {name}": who for name, who in contenders.items()}
     return found
@@ -137,7 +154,7 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
         if not wanted:
             continue
         try:
-            with Hosts(setting.hosts, setting.gigabits) as hosts:
+            with Hosts(setting.hosts, setting.gigabits, delay_ms=setting.round_trip_ms / 2) as hosts:
                 by_rank = hosts.run(rank_main, _Selected(wanted, scale, setting), timeout=_LONGEST)
         except HostsUnavailable as unavailable:
             for case, contenders in cases(scale).items():
@@ -169,9 +186,8 @@ def rank_main(rank: int, selected: _Selected) -> list[dict[str, Any]]:
             why = dict.fromkeys(("ours", "stock"), str(error))
             results.append({"case": workload.name, **result({}, absent=why)})
             continue
-        results.append(
-            {"case": workload.name, **_redistributed(case, meshes[labels], rounds, rank, setting, host_groups)}
-        )
+        group = host_groups[setting.host_of[rank]] if _has_messages(workload) else None
+        results.append({"case": workload.name, **_redistributed(case, meshes[labels], rounds, rank, setting, group)})
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
     for shape in tokens(selected.scale, setting):
         if str(shape) in selected.names:
@@ -179,13 +195,24 @@ def rank_main(rank: int, selected: _Selected) -> list[dict[str, Any]]:
     return results
 
 
-def _detail(setting: Setting) -> dict[str, Any]:
-    return {"bytes are": f"{_BYTES_ARE}; TCP uses {congestion_control()}", "gigabits": setting.gigabits}
+def _detail(setting: Setting, sides: Mapping[str, Callable[[], Any]], network_steps: int) -> dict[str, Any]:
+    """
+    Args:
+        network_steps: in how many steps one after the other our side sends data to other hosts.
+    """
+    detail = {"bytes are": f"{_BYTES_ARE}; TCP uses {congestion_control()}", "gigabits": setting.gigabits}
+    if setting.round_trip_ms:
+        return {**detail, "round_trip_ms": setting.round_trip_ms, "network_steps": network_steps}
+    return {**detail, "cores_busy": {name: busy_share(side, _TURN_SECONDS) for name, side in sides.items()}}
 
 
 def _redistributed(
-    case: Case, mesh: DeviceMesh, rounds: int, rank: int, setting: Setting, host_groups: Sequence[Any]
+    case: Case, mesh: DeviceMesh, rounds: int, rank: int, setting: Setting, host_group: Any
 ) -> dict[str, Any]:
+    """
+    Args:
+        host_group: the ranks of this rank's host, if plain messages are measured too.
+    """
     sides: dict[str, Callable[[], Any]] = {
         "ours": lambda: shardweave.redistribute(case.source, case.placements),
         "stock": lambda: case.source.redistribute(placements=case.placements),
@@ -199,8 +226,12 @@ def _redistributed(
         bound = least_bytes(sizes, host_of, case.shape, *texts, itemsize)[host_of[rank]]
     topology = current_transports().machines.find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
     program = shardweave.plan(mesh, case.shape, case.dtype, case.source_text, case.target_text, topology=topology)
-    if not setting.is_main:
-        sides[MESSAGES] = plain_messages(program, host_of, rank, itemsize, host_groups[host_of[rank]])
+    if host_group is not None:
+        sides[MESSAGES] = plain_messages(program, host_of, rank, itemsize, host_group)
+    network_steps = sum(
+        any(Traffic.of(step.boxes, position, np.asarray(host_of)).received_far for position in range(len(host_of)))
+        for step in program.steps
+    )
     return result(
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),
         faults={side: fault for side, fault in faults.items() if fault},
@@ -208,7 +239,7 @@ def _redistributed(
         box=str([(part.start, part.stop) for part in case.box]),
         bytes={side: bytes_received(call) for side, call in sides.items()},
         bound=bound,
-        detail=_detail(setting) | {
+        detail=_detail(setting, sides, network_steps) | {
             "mesh": list(sizes), "source": case.source_text, "target": case.target_text, "shape": list(case.shape),
             "dtype": str(case.dtype).removeprefix("torch."), "tensor_bytes": math.prod(case.shape) * itemsize,
             "planned_bytes": max(planned_bytes(program, host_of, itemsize)),
@@ -238,5 +269,5 @@ def _dispatched(shape: Tokens, mesh: DeviceMesh, rounds: int, rank: int, setting
         faults={name: fault for name, fault in faults.items() if fault},
         bytes={name: bytes_received(side) for name, side in sides.items()},
         bound=least_token_bytes([ids for _, ids, _, _ in given], setting.host_of, EXPERTS, row)[setting.host_of[rank]],
-        detail=_detail(setting) | {"tokens": shape.tokens, "hidden": shape.hidden},
+        detail=_detail(setting, sides, _DISPATCH_STEPS * passes) | {"tokens": shape.tokens, "hidden": shape.hidden},
     )

@@ -8,7 +8,7 @@ rank has nothing to wait for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,15 @@ import torch
 from ....kernels import Buffers, CountedPairs, CountShare, TokenRows, locate_rows
 from ...statistics import stats
 from ..dispatch_record import DispatchRecord, Tokens
-from .base import DISPATCH, Shared, Steps, copied
+from .base import DISPATCH, Delivery, Shared, Steps, copied, pair_words
+from .chunk_exchange import row_nbytes
 from .push import PushTransfer
-from .two_level import COUNTS, NUMBERS, Sent, TwoLevelTransfer
+from .two_level import COUNTS, NUMBERS, TOKENS, Sent, TwoLevelTransfer
+
+_ALIGNMENT = 16  # of messages, so that rows in them may have any dtype
+_MOST_AT_ONCE = 1 << 21
+"""Bytes of the largest message that a dispatch sends before it knows the counts of its peers. Of more, a wait that is
+saved is a small part, and own rows are pushed meanwhile."""
 
 
 class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc] # a transport of both kinds
@@ -35,6 +41,12 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         """Of this rank, what ranks of its node are reading."""
         with torch.inference_mode(False):
             self._set_inside(self._members_as_destinations())
+        config = self.config
+        room = self._offsets(config.max_tokens, _ALIGNMENT)[1] + config.max_tokens * config.dispatched_nbytes
+        room = -(-room // _ALIGNMENT) * _ALIGNMENT
+        self._room = room if config.has_room_for_all and room <= _MOST_AT_ONCE else 0
+        """Bytes of the largest message of a dispatch that sends tokens before it knows the counts of peers, which may
+        not drop any; 0: tokens follow the counts."""
 
     def dispatch(
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
@@ -42,6 +54,8 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         if record is not None:
             return (yield from super().dispatch(tokens, outs, record))
         own = (self._rows_to_receive(), self._new_numbers())
+        if self._room:
+            return (yield from self._dispatch_at_once(tokens, own, outs))
         counted, matrix, numbers = yield from self._share_counts(tokens.ids)
         into = yield from self._offer(DISPATCH, *own)
         record, sent, receives = yield from self._route(tokens, counted, matrix, numbers, (outs or own)[1])
@@ -92,17 +106,12 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         row_weights: torch.Tensor,
     ) -> Steps[tuple[DispatchRecord, Sent, torch.Tensor]]:
         """Return the record without `forwards`, what this rank sends, and the tokens from each source."""
-        matrix = matrix.clone()
-        groups = self._grouped(matrix, self.physical_experts)
+        record = self._record(counted, matrix, row_weights)
         expert, place, _ = counted
         at = expert.clamp(min=0).long()
-        kept = (expert >= 0) & (place < groups.limit[at])
-        here = self._node_of_expert == self._node
-        rows = locate_rows(expert, place, groups._replace(limit=groups.limit * here), self._on_node)
-        by_node = self._tokens_by_node(expert, kept)
-        stats().host_reads["counts of a token dispatch"] += 1
-        sizes = by_node.sum(1).tolist()
-        if int(groups.overflow[0]):  # equal on all ranks
+        kept = (expert >= 0) & (place < record.groups.limit[at])
+        sent, sizes = self._sent(tokens, expert, kept)
+        if int(record.groups.overflow[0]):  # equal on all ranks
             exact = [torch.tensor([size], dtype=torch.int64, device="cpu") for size in sizes]
             received = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in self._sources]
             yield from self._exchange_messages(
@@ -110,12 +119,100 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
                 list(zip(self._sources, received, strict=True)),
             )  # fmt: skip
             numbers = [int(number) for number in received]
+        return record, sent, self._by_rank(self._sources, numbers)
+
+    def _record(self, counted: CountedPairs, matrix: torch.Tensor, row_weights: torch.Tensor) -> DispatchRecord:
+        """Return the record without `forwards`; `matrix` is not kept."""
+        matrix = matrix.clone()
+        groups = self._grouped(matrix, self.physical_experts)
+        here = self._node_of_expert == self._node
+        on_node = groups._replace(limit=groups.limit * here)
+        rows = locate_rows(counted.physical_expert, counted.place, on_node, self._on_node)
+        return DispatchRecord(row_weights, groups, rows, matrix)
+
+    def _sent(self, tokens: Tokens, expert: torch.Tensor, kept: torch.Tensor) -> tuple[Sent, list[int]]:
+        """Return what this rank sends, and the number of tokens to each other node.
+
+        Args:
+            expert, kept: the physical expert of each pair, and whether it has a row; [T, K].
+        """
+        by_node = self._tokens_by_node(expert, kept)
+        stats().host_reads["counts of a token dispatch"] += 1
+        sizes: list[int] = by_node.sum(1).tolist()
         which, token = by_node.nonzero(as_tuple=True)
         pairs = self._pairs_of(tokens, self._others[which], token, expert, kept)
-        sends, receives = torch.zeros((2, self.config.ranks), dtype=torch.int64, device="cpu")
-        for host, ranks, given in ((sends, self._forwarders, sizes), (receives, self._sources, numbers)):
-            host[ranks] = torch.tensor(given, dtype=torch.int64, device="cpu")
-        return DispatchRecord(row_weights, groups, rows, matrix), Sent(token, pairs, sends), receives
+        return Sent(token, pairs, self._by_rank(self._forwarders, sizes)), sizes
+
+    def _by_rank(self, ranks: Sequence[int], numbers: Sequence[int]) -> torch.Tensor:
+        """Return the numbers of some ranks as int64 [W], with 0 for the others."""
+        of_all = torch.zeros(self.config.ranks, dtype=torch.int64, device="cpu")
+        of_all[ranks] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return of_all
+
+    def _dispatch_at_once(
+        self, tokens: Tokens, own: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None
+    ) -> Steps[tuple[torch.Tensor, DispatchRecord]]:
+        """A new dispatch whose tokens travel in the message with the counts, before the counts of peers are known."""
+        matrices = yield from self._open_matrices(DISPATCH)
+        counted = self._count(tokens.ids, CountShare(matrices, self.me))
+        expert = counted.physical_expert
+        sent, sizes = self._sent(tokens, expert, expert >= 0)
+        arrived = self._empty((len(self._sources), self._room), torch.uint8)
+        messages = list(zip(self._forwarders, self._packed(tokens.x, counted, sent, sizes), strict=True))
+        rooms = list(zip(self._sources, arrived, strict=True))
+        yield from self._exchange_messages(DISPATCH + TOKENS, messages, rooms, are_bounds=True)
+        counts, numbers, pairs, received = self._unpacked(arrived, tokens.x)
+        for matrix in matrices.tensors:
+            matrix[self._sources] = counts
+        into = yield from self._offer(DISPATCH, *own)
+        record = self._record(counted, matrices.tensors[self._at], (outs or own)[1])
+        self._fill_unused(record.groups, *(outs or own))
+        delivery = Delivery(DISPATCH, record, tokens.x, into, tokens.weights)
+        self._push(tokens.x, record.rows, delivery, tokens.weights, self.config.most_padding)
+        receives = self._by_rank(self._sources, numbers)
+        locate = partial(self._locate, receives=receives, record=record)
+        record = yield from self._forward(delivery, self._without_rows(sent, receives), pairs, received, locate)
+        return copied(own, outs, record.groups)[0], record
+
+    def _packed(
+        self, x: torch.Tensor, counted: CountedPairs, sent: Sent, sizes: Sequence[int]
+    ) -> Iterator[torch.Tensor]:
+        """Return a message, uint8 [bytes], to each forwarder: the counts, the number of tokens, the pairs, the rows."""
+        begin, head, row = 0, self.physical_experts.count + 1, row_nbytes(x)
+        for n in sizes:
+            tokens = slice(begin, begin + n)
+            at, rows_at = self._offsets(n, x.itemsize)
+            message = self._empty((rows_at + n * row,), torch.uint8)
+            words = message[: rows_at // 4 * 4].view(torch.int32)
+            words[:head] = counted.counts
+            words[head] = n
+            words[at : at + n * sent.pairs.shape[1]] = sent.pairs[tokens].view(-1)
+            rows = message[rows_at:].view(x.dtype).view(n, *x.shape[1:])
+            torch.index_select(x, 0, sent.token[tokens], out=rows)
+            begin += n
+            yield message
+
+    def _unpacked(
+        self, messages: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, list[int], torch.Tensor, torch.Tensor]:
+        """Return what the messages of the sources have: counts, int32 [sources, S + 1]; numbers of tokens; their pairs;
+        and their rows, of the shape and dtype of those of `x`."""
+        head, width, row = self.physical_experts.count + 1, pair_words(self.config.top_k), row_nbytes(x)
+        heads = messages[:, : 4 * (head + 1)].contiguous().view(torch.int32)
+        numbers: list[int] = heads[:, head].tolist()
+        pairs, rows = [x.new_empty((0, width), dtype=torch.int32)], [x[:0]]
+        for message, n in zip(messages, numbers, strict=True):
+            at, rows_at = self._offsets(n, x.itemsize)
+            pairs.append(message[4 * at :][: 4 * n * width].view(torch.int32).view(n, width))
+            rows.append(message[rows_at:][: n * row].view(x.dtype).view(n, *x.shape[1:]))
+        return heads[:, :head], numbers, _joined(pairs), _joined(rows)
+
+    def _offsets(self, tokens: int, itemsize: int) -> tuple[int, int]:
+        """Return where the pairs begin in a message with so many tokens, in 4-byte words, and where the rows begin, in
+        bytes."""
+        at = self.physical_experts.count + 2
+        end = 4 * (at + tokens * pair_words(self.config.top_k))
+        return at, -(-end // itemsize) * itemsize if tokens else end
 
     def _locate(self, experts: torch.Tensor, receives: torch.Tensor, record: DispatchRecord) -> TokenRows:
         """Return the rows on this node of the forwarded tokens; `experts`: int32 [F, K], physical, -1 for none."""
@@ -134,3 +231,8 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
 
     def _addressable(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
         return super()._addressable(values, record) if self.peers else values.contiguous()
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Join tensors, of which the first is empty; one alone is not copied."""
+    return parts[1] if len(parts) == 2 else torch.cat(parts)
