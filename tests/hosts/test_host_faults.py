@@ -174,7 +174,7 @@ def stall(hosts: Hosts) -> None:
 
 def drop_packets(hosts: Hosts) -> None:
     """A queue of a few packets, as a switch that is overloaded has."""
-    hosts.shape(1, 0.2, queue_bytes=8_000)
+    hosts.shape(1, 0.2, queue_bytes=5_000)
     hosts.wait_for("disturbed")
     assert hosts.dropped(1) > 20, "the link was to drop packets"
 

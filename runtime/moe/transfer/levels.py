@@ -17,7 +17,7 @@ from .fixed import FixedTransfer, sendrecv_transfer
 from .one_exchange import OneExchangeTransfer, goes_at_once
 from .sendrecv import SendRecvTransfer
 from .two_level_fixed import TwoLevelFixedTransfer
-from .two_level_push import TwoLevelPushTransfer
+from .two_level_push import TwoLevelPushTransfer, room_at_once
 from .two_level_sendrecv import TwoLevelSendRecvTransfer
 from .two_level_window import TwoLevelWindowTransfer
 
@@ -73,9 +73,11 @@ def with_levels(
         pushed = pushed_inside(config, device, transport)
     else:
         pushed = windows_inside(config.nodes, transport)
+    one_at_once, two_at_once = device.type == "cpu" and goes_at_once(config), pushed and room_at_once(config) > 0
     prices = price_levels(
-        config.nodes, config.max_tokens, config.top_k, config.row_nbytes, found, pushed, config.chunk_rows
-    )
+        config.nodes, config.max_tokens, config.top_k, config.row_nbytes, found, pushed, config.chunk_rows,
+        (one_at_once, two_at_once),
+    )  # fmt: skip
     why = (
         f"the cheaper on {found.name} by {found.origin}: {prices.two:.0f} us and {prices.two_bytes:,.0f} bytes into a "
         f"node for a dispatch and a combine on two, {prices.one:.0f} us and {prices.one_bytes:,.0f} on one, "

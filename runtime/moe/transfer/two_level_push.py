@@ -16,6 +16,7 @@ import torch
 
 from ....kernels import Buffers, CountedPairs, CountShare, TokenRows, locate_rows
 from ...statistics import stats
+from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens
 from .base import DISPATCH, Delivery, Shared, Steps, copied, pair_words
 from .chunk_exchange import row_nbytes
@@ -41,12 +42,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         """Of this rank, what ranks of its node are reading."""
         with torch.inference_mode(False):
             self._set_inside(self._members_as_destinations())
-        config = self.config
-        room = self._offsets(config.max_tokens, _ALIGNMENT)[1] + config.max_tokens * config.dispatched_nbytes
-        room = -(-room // _ALIGNMENT) * _ALIGNMENT
-        self._room = room if config.has_room_for_all and room <= _MOST_AT_ONCE else 0
-        """Bytes of the largest message of a dispatch that sends tokens before it knows the counts of peers, which may
-        not drop any; 0: tokens follow the counts."""
+        self._room = room_at_once(self.config)
 
     def dispatch(
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
@@ -181,7 +177,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         begin, head, row = 0, self.physical_experts.count + 1, row_nbytes(x)
         for n in sizes:
             tokens = slice(begin, begin + n)
-            at, rows_at = self._offsets(n, x.itemsize)
+            at, rows_at = _offsets(self.config, n, x.itemsize)
             message = self._empty((rows_at + n * row,), torch.uint8)
             words = message[: rows_at // 4 * 4].view(torch.int32)
             words[:head] = counted.counts
@@ -202,17 +198,10 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         numbers: list[int] = heads[:, head].tolist()
         pairs, rows = [x.new_empty((0, width), dtype=torch.int32)], [x[:0]]
         for message, n in zip(messages, numbers, strict=True):
-            at, rows_at = self._offsets(n, x.itemsize)
+            at, rows_at = _offsets(self.config, n, x.itemsize)
             pairs.append(message[4 * at :][: 4 * n * width].view(torch.int32).view(n, width))
             rows.append(message[rows_at:][: n * row].view(x.dtype).view(n, *x.shape[1:]))
         return heads[:, :head], numbers, _joined(pairs), _joined(rows)
-
-    def _offsets(self, tokens: int, itemsize: int) -> tuple[int, int]:
-        """Return where the pairs begin in a message with so many tokens, in 4-byte words, and where the rows begin, in
-        bytes."""
-        at = self.physical_experts.count + 2
-        end = 4 * (at + tokens * pair_words(self.config.top_k))
-        return at, -(-end // itemsize) * itemsize if tokens else end
 
     def _locate(self, experts: torch.Tensor, receives: torch.Tensor, record: DispatchRecord) -> TokenRows:
         """Return the rows on this node of the forwarded tokens; `experts`: int32 [F, K], physical, -1 for none."""
@@ -231,6 +220,21 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
 
     def _addressable(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
         return super()._addressable(values, record) if self.peers else values.contiguous()
+
+
+def room_at_once(config: DispatchConfig) -> int:
+    """Return the bytes of the largest message of a dispatch that sends tokens before it knows the counts of its peers;
+    0: tokens follow the counts, since some may be dropped, or messages are large."""
+    room = _offsets(config, config.max_tokens, _ALIGNMENT)[1] + config.max_tokens * config.dispatched_nbytes
+    return -(-room // _ALIGNMENT) * _ALIGNMENT if config.has_room_for_all and room <= _MOST_AT_ONCE else 0
+
+
+def _offsets(config: DispatchConfig, tokens: int, itemsize: int) -> tuple[int, int]:
+    """Return where the pairs begin in a message with so many tokens, in 4-byte words, and where the rows begin, in
+    bytes; `itemsize`: of the rows' dtype."""
+    at = config.bounds[-1] + 2
+    end = 4 * (at + tokens * pair_words(config.top_k))
+    return at, -(-end // itemsize) * itemsize if tokens else end
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

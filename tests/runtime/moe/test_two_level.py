@@ -23,11 +23,12 @@ from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.node_ranks import NodeRanks, numbered
 from shardweave.runtime.moe.report import inside_node, on_wire
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+from shardweave.runtime.moe.transfer import two_level_push
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer
 from shardweave.runtime.moe.transfer.levels import two_sided_transfer, windows_inside, with_levels, with_splits
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
 from shardweave.runtime.moe.transfer.two_level_fixed import TwoLevelFixedTransfer
-from shardweave.runtime.moe.transfer.two_level_push import TwoLevelPushTransfer
+from shardweave.runtime.moe.transfer.two_level_push import TwoLevelPushTransfer, room_at_once
 from shardweave.runtime.moe.transfer.two_level_sendrecv import TwoLevelSendRecvTransfer
 from shardweave.runtime.moe.transfer.two_level_window import TwoLevelWindowTransfer
 from shardweave.runtime.statistics import stats
@@ -37,7 +38,8 @@ from shardweave.runtime.transports.in_process import InProcessTransport
 
 CPU = torch.device("cpu")
 KINDS = {
-    "two levels": {"two_level": True}, "two levels in chunks": {"two_level": True}, "one level": {"two_level": False},
+    "two levels": {"two_level": True}, "two levels, counts first": {"two_level": True},
+    "two levels in chunks": {"two_level": True}, "one level": {"two_level": False},
     "fixed chunks": {"two_level": False, "splits": "fixed"},
     "two levels in fixed chunks": {"two_level": True, "splits": "fixed"},
 }  # fmt: skip
@@ -53,10 +55,15 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InProcessTransport, "empty", empty)
 
 
-def virtual(nodes: Sequence[int], in_chunks: bool = False, **settings: Any) -> VirtualTokenDispatcher:
-    """A dispatcher of ranks on nodes; in_chunks: on two levels, ranks of a node exchange messages."""
+def virtual(
+    nodes: Sequence[int], in_chunks: bool = False, counts_first: bool = False, **settings: Any
+) -> VirtualTokenDispatcher:
+    """A dispatcher of ranks on nodes, on two levels of which ranks of a node exchange messages (`in_chunks`), or tokens
+    follow the counts as large ones do (`counts_first`)."""
     choose = simulate.two_sided_transfer
     with pytest.MonkeyPatch.context() as patch:
+        if counts_first:
+            patch.setattr(two_level_push, "_MOST_AT_ONCE", 0)
         patch.setattr(simulate, "two_sided_transfer", lambda config, pushed: choose(config, pushed and not in_chunks))
         return VirtualTokenDispatcher(len(nodes), one_sided=False, nodes=nodes, **settings)
 
@@ -109,7 +116,7 @@ def check_case(
     experts, hidden, dtype = settings["num_experts"], settings["hidden"], settings["dtype"]
     matrices, found = matrices_of(experts, hidden, dtype), {}
     for kind, given in KINDS.items():
-        d = virtual(nodes, "in chunks" in kind, **settings, **given)
+        d = virtual(nodes, "in chunks" in kind, "counts first" in kind, **settings, **given)
         two_levels, fixed = given["two_level"] and len(set(nodes)) > 1, "splits" in given
         transfer: type = FixedTransfer if fixed else SendRecvTransfer
         if two_levels:
@@ -117,6 +124,9 @@ def check_case(
         if two_levels and fixed:
             transfer = TwoLevelFixedTransfer
         assert type(d.transfers[0]) is transfer
+        if transfer is TwoLevelPushTransfer:
+            drops = not d.config.has_room_for_all
+            assert (d.transfers[0]._room == 0) is (drops or "counts first" in kind)
         found[kind] = trained(d, tokens, matrices, weighted, add)
     want = found["two levels"]
     for kind, results in found.items():
@@ -427,6 +437,35 @@ def test_price_of_fixed_sizes_counts_whole_messages() -> None:
 
 
 @pytest.mark.plan
+def test_price_counts_exchanges() -> None:
+    """Tokens that travel with the counts save one of three exchanges on two levels, and two of four on one."""
+    nodes, link = [0, 0, 1, 1], NVLINK_INFINIBAND.network
+    first, at_once = (
+        price_levels(nodes, 8, 4, 4096, NVLINK_INFINIBAND, at_once=both) for both in ((False, False), (True, True))
+    )
+    assert first.one - at_once.one == pytest.approx(2 * (link.latency_us + 2 * link.message_us))
+    assert first.two - at_once.two == pytest.approx(link.latency_us + link.message_us)
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("settings", "goes"),
+    [
+        ({}, True), ({"max_tokens": 0}, True), ({"max_tokens": 4096}, False), ({"capacity": 8}, False),
+        ({"expert_capacity": 4}, False), ({"splits": "fixed"}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tokens_go_with_the_counts_if_few_and_none_is_dropped(settings: dict[str, Any], goes: bool) -> None:
+    given = {"num_experts": 8, "top_k": 2, "hidden": 1024, "max_tokens": 64, "dtype": torch.float32, **settings}
+    config = DispatchConfig(4, [0, 0, 1, 1], two_level=True, **given)
+    room = room_at_once(config)
+    assert (room > 0) is goes
+    if goes:
+        assert room >= config.max_tokens * (4096 + 12) + 4 * 10 and room % 16 == 0
+
+
+@pytest.mark.plan
 def test_price_counts_bytes_of_busiest_node() -> None:
     """Half of the tokens' pairs, and 15 of 16 tokens, cross between two nodes of two ranks."""
     prices = price_levels([0, 0, 1, 1], 512, 4, 4096, NVLINK_INFINIBAND)
@@ -473,19 +512,19 @@ def test_host_reads_as_often_as_on_one_level() -> None:
 
 def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], str]:
     poison_shared_memory()
-    bits = rounds_of(rank, transport)
+    bits = rounds_of(rank, transport, two_level=True)
     for more in (
-        {"two_level": False}, {"chunk_capacity": 12 * 3, "two_level": False}, {"save": "redispatch"},
-        {"splits": "fixed", "two_level": True},
+        {"two_level": None}, {"two_level": False}, {"chunk_capacity": 12 * 3, "two_level": False},
+        {"save": "redispatch", "two_level": True}, {"splits": "fixed", "two_level": True},
     ):  # fmt: skip
         again = rounds_of(rank, transport, **more)
         assert again == bits, more
     # By messages inside a node as well.
-    text = TokenDispatcher(**settings_of(5, 3, 24, 12, torch.bfloat16), transport="process_group").explain()
-    assert "levels: two, the cheaper on" in text
-    for more in ({}, {"save": "redispatch"}, {"two_level": True, "save": "copy", "splits": "fixed"}):
-        assert rounds_of(rank, "process_group", **more) == bits, more
-    return bits, TokenDispatcher(**settings_of(5, 3, 24, 12, torch.bfloat16), transport=transport).explain()
+    many = settings_of(5, 3, 1024, 512, torch.bfloat16)
+    assert "levels: two, the cheaper on" in TokenDispatcher(**many, transport="process_group").explain()
+    for more in ({}, {"save": "redispatch"}, {"save": "copy", "splits": "fixed"}):
+        assert rounds_of(rank, "process_group", two_level=True, **more) == bits, more
+    return bits, TokenDispatcher(**many, transport=transport).explain()
 
 
 @pytest.mark.multi
