@@ -123,8 +123,9 @@ def tokens(scale: str, setting: Setting) -> list[Tokens]:
         return [Tokens(8, 64, False)]
     if not setting.is_main:
         return []
-    count, hidden = (5, 8) if scale == "dry" else (512, 1024)
-    return [Tokens(count, hidden, backward) for backward in (False, True)]
+    if scale == "dry":
+        return [Tokens(5, 8, backward) for backward in (False, True)]
+    return [Tokens(64, 1024, False), *(Tokens(512, 1024, backward) for backward in (False, True))]
 
 
 def _has_messages(workload: Workload) -> bool:

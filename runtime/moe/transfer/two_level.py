@@ -316,10 +316,10 @@ class TwoLevelTransfer(TokenTransfer):
         pairs = torch.empty((len(token), pair_words(k)), dtype=torch.int32, device=self.device)
         if not len(expert):
             return pairs.fill_(-1)  # there may be places for tokens
-        pairs[:, :k] = tokens.weights.contiguous().view(torch.int32)[token]
-        of_token = expert[token]
+        pairs[:, :k] = tokens.weights.contiguous().view(torch.int32).index_select(0, token)
+        of_token = expert.index_select(0, token)
         there = self._node_of_expert[of_token.clamp(min=0).long()] == node[:, None]
-        pairs.view(torch.int16)[:, 2 * k : 3 * k] = torch.where(there & kept[token], of_token, -1)
+        pairs.view(torch.int16)[:, 2 * k : 3 * k] = torch.where(there & kept.index_select(0, token), of_token, -1)
         return pairs
 
     def _locate_forwarded(

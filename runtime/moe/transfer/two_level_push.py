@@ -42,6 +42,8 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         """Of this rank, what ranks of its node are reading."""
         with torch.inference_mode(False):
             self._set_inside(self._members_as_destinations())
+            self._from = torch.tensor(self._sources, dtype=torch.int64, device="cpu").to(self.device)
+            """`_sources` as an index."""
         self._room = room_at_once(self.config)
 
     def dispatch(
@@ -89,7 +91,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
             list(zip(self._sources, received, strict=True)),
         )  # fmt: skip
         for matrix in matrices.tensors:
-            matrix[self._sources] = received[:, :-1]
+            matrix.index_copy_(0, self._from, received[:, :-1])
         # Before peers read the matrices, they synchronise by offering their receive buffers.
         return counted, matrices.tensors[self._at], received[:, -1].tolist()
 
@@ -141,9 +143,8 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
 
     def _by_rank(self, ranks: Sequence[int], numbers: Sequence[int]) -> torch.Tensor:
         """Return the numbers of some ranks as int64 [W], with 0 for the others."""
-        of_all = torch.zeros(self.config.ranks, dtype=torch.int64, device="cpu")
-        of_all[ranks] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        return of_all
+        given = dict(zip(ranks, numbers, strict=True))
+        return torch.tensor([given.get(r, 0) for r in range(self.config.ranks)], dtype=torch.int64, device="cpu")
 
     def _dispatch_at_once(
         self, tokens: Tokens, own: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None
@@ -159,7 +160,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         yield from self._exchange_messages(DISPATCH + TOKENS, messages, rooms, are_bounds=True)
         counts, numbers, pairs, received = self._unpacked(arrived, tokens.x)
         for matrix in matrices.tensors:
-            matrix[self._sources] = counts
+            matrix.index_copy_(0, self._from, counts)
         into = yield from self._offer(DISPATCH, *own)
         record = self._record(counted, matrices.tensors[self._at], (outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
@@ -207,11 +208,11 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         """Return the rows on this node of the forwarded tokens; `experts`: int32 [F, K], physical, -1 for none."""
         counts, number = record.matrix[:, :-1], self.physical_experts.count
         source = torch.arange(len(self._sources), dtype=torch.int32, device=self.device)
-        source = source.repeat_interleave(receives[self._sources].to(self.device))
+        source = source.repeat_interleave(receives.to(self.device).index_select(0, self._from))
         of_source = (experts + number * source[:, None])[experts >= 0]
         sent = torch.bincount(of_source, minlength=len(self._sources) * number).view(-1, number)
         before = counts.cumsum(0) - counts  # rows of earlier ranks
-        start = record.groups.start - before[self.me] + before[self._sources]
+        start = record.groups.start - before[self.me] + before.index_select(0, self._from)
         return self._locate_forwarded(experts, source, start, sent, record)
 
     def _synchronise(self, operation: int) -> Steps[None]:
