@@ -24,7 +24,7 @@ from .base import DISPATCH, Delivery, Read, Steps, copied
 from .chunk_exchange import Bytes, row_nbytes
 from .sendrecv import SendRecvTransfer
 
-_MOST_ROOM = 1 << 28
+MOST_ROOM = 1 << 28
 """Bytes of room for messages of all ranks; only those that messages have filled take memory."""
 
 Array = npt.NDArray[Any]
@@ -209,7 +209,7 @@ def goes_at_once(config: DispatchConfig) -> bool:
     ranks = config.node_ranks
     if ranks is not None and ranks.order != sorted(ranks.order):
         return False  # rows are sorted by expert, and destinations by node
-    return config.has_room_for_all and config.ranks * _largest_message(config) <= _MOST_ROOM
+    return config.has_room_for_all and config.ranks * _largest_message(config) <= MOST_ROOM
 
 
 def _largest_message(config: DispatchConfig) -> int:

@@ -20,6 +20,7 @@ from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens
 from .base import DISPATCH, Delivery, Shared, Steps, copied, pair_words
 from .chunk_exchange import row_nbytes
+from .one_exchange import MOST_ROOM
 from .push import PushTransfer
 from .two_level import COUNTS, NUMBERS, TOKENS, Sent, TwoLevelTransfer
 
@@ -225,9 +226,11 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
 
 def room_at_once(config: DispatchConfig) -> int:
     """Return the bytes of the largest message of a dispatch that sends tokens before it knows the counts of its peers;
-    0: tokens follow the counts, since some may be dropped, or messages are large."""
+    0: tokens follow the counts, since some may be dropped, messages are large, or there are too many sources."""
     room = _offsets(config, config.max_tokens, _ALIGNMENT)[1] + config.max_tokens * config.dispatched_nbytes
-    return -(-room // _ALIGNMENT) * _ALIGNMENT if config.has_room_for_all and room <= _MOST_AT_ONCE else 0
+    room = -(-room // _ALIGNMENT) * _ALIGNMENT
+    has_room = room <= _MOST_AT_ONCE and config.ranks * room <= MOST_ROOM
+    return room if config.has_room_for_all and has_room else 0
 
 
 def _offsets(config: DispatchConfig, tokens: int, itemsize: int) -> tuple[int, int]:

@@ -451,14 +451,16 @@ def test_price_counts_exchanges() -> None:
 @pytest.mark.parametrize(
     ("settings", "goes"),
     [
-        ({}, True), ({"max_tokens": 0}, True), ({"max_tokens": 4096}, False), ({"capacity": 8}, False),
+        ({}, True), ({"max_tokens": 0}, True), ({"max_tokens": 4096}, False), ({"ranks": 1024, "num_experts": 1024}, False),
+        ({"capacity": 8}, False),
         ({"expert_capacity": 4}, False), ({"splits": "fixed"}, False),
     ],
     ids=str,
 )  # fmt: skip
 def test_tokens_go_with_the_counts_if_few_and_none_is_dropped(settings: dict[str, Any], goes: bool) -> None:
     given = {"num_experts": 8, "top_k": 2, "hidden": 1024, "max_tokens": 64, "dtype": torch.float32, **settings}
-    config = DispatchConfig(4, [0, 0, 1, 1], two_level=True, **given)
+    ranks = given.pop("ranks", 4)
+    config = DispatchConfig(ranks, [2 * r // ranks for r in range(ranks)], two_level=True, **given)
     room = room_at_once(config)
     assert (room > 0) is goes
     if goes:
