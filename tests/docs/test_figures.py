@@ -161,8 +161,8 @@ def test_figures_of_hosts() -> None:
     most = max(float(trips) for trips, _ in moves)
     theirs = rows[apart[-1], "torch.distributed"]["round trips"]
     assert (
-        f"a small tensor is redistributed in one exchange, within {most:.2f} round trips, and few tokens are dispatched "
-        f"and combined in {tokens[0]}, where torch's all-to-alls take {theirs}"
+        f"a small tensor is redistributed in one exchange, within {most:.2f} round trips, and few tokens are "
+        f"dispatched and combined in {tokens[0]}, where torch's all-to-alls take {theirs}"
     ) in page
 
 

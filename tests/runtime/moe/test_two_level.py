@@ -451,9 +451,8 @@ def test_price_counts_exchanges() -> None:
 @pytest.mark.parametrize(
     ("settings", "goes"),
     [
-        ({}, True), ({"max_tokens": 0}, True), ({"max_tokens": 4096}, False), ({"ranks": 1024, "num_experts": 1024}, False),
-        ({"capacity": 8}, False),
-        ({"expert_capacity": 4}, False), ({"splits": "fixed"}, False),
+        ({}, True), ({"max_tokens": 0}, True), ({"max_tokens": 4096}, False), ({"capacity": 8}, False),
+        ({"ranks": 1024, "num_experts": 1024}, False), ({"expert_capacity": 4}, False), ({"splits": "fixed"}, False),
     ],
     ids=str,
 )  # fmt: skip
