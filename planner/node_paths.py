@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,12 +28,12 @@ from .path import Path
 from .share_weights import balanced_shares
 
 _WIDE = 16
-"""The mesh size up to which more paths are tried: cuts of the two largest tensor dims, not only of the largest, and
-sums to which replicas of the source contribute."""
+"""The mesh size up to which more paths are tried: cuts of the two largest tensor dims, not only of the largest, sums to
+which replicas of the source contribute, and parts of every node's share."""
 _PROMISING = 1.35
 """Paths that cost more than this times the cheapest are given up."""
 _MOST_BOXES = 128  # of the strided shards of all ranks
-_BALANCED = 64  # ranks times cheapest paths that are also tried with shares of different sizes
+_BALANCED = 64  # ranks times cheapest paths that are also tried with shares of different sizes, or in pieces
 ALIKE = 1.25
 """Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it, and
 how fast a link is while both directions are in use is assumed."""
@@ -121,10 +121,22 @@ def node_paths(
     for layouts in dict.fromkeys(_paths(mesh, shape, source, target, topology)):
         if _replicas_are_equal(layouts) and not any(_cuts_strided(layout) for layout in layouts):
             add(layouts)
+    nodes = len(distinct(topology.nodes_of(mesh.rank_array)))
     for path in sorted(paths, key=lambda path: path.us)[: _BALANCED // mesh.size]:
         if balanced := balanced_shares(path.layouts, shape, dtype):
             add(balanced)
+        if mesh.size <= _WIDE and (pieces := _in_pieces(path.layouts, nodes)):
+            add(pieces)
     return paths
+
+
+def _in_pieces(layouts: tuple[Layout, ...], nodes: int) -> tuple[Layout, ...] | None:
+    """A path through "shares" on which each rank of a node has a part of every node's share before and after them;
+    None if it has no such layouts."""
+    kinds = {layout.kind for layout in layouts if isinstance(layout, NodeLayout)}
+    if "shares" not in kinds or len(kinds) == 1:
+        return None
+    return tuple([layout.cut_in(nodes) if isinstance(layout, NodeLayout) else layout for layout in layouts])
 
 
 def _applies(mesh: Mesh, source: Layout, target: Layout, topology: Topology) -> bool:
@@ -183,8 +195,8 @@ def _paths(
     strided = {*source.strided_dims, *target.strided_dims}
     largest = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: (d in strided, -shape[d]))
 
-    def cut(kind: Kind, base: Layout, along: tuple[int, ...]) -> Callable[..., NodeLayout]:
-        return lambda d, split=1: NodeLayout(kind, base, d, along, mesh, topology.rank_nodes, None, split)
+    def cut(kind: Kind, base: Layout, along: tuple[int, ...]) -> Callable[[int], NodeLayout]:
+        return lambda d: NodeLayout(kind, base, d, along, mesh, topology.rank_nodes)
 
     node_shares = cut("node shares", target, replicated)
     replicas = tuple(m for m in dims if source.placements[m] == Replicate())
@@ -193,18 +205,16 @@ def _paths(
     shares = cut("shares", target, replicated)
     reduced = source.with_placement(summed, Replicate())
     reduced_shares = [cut("shares", reduced, along) for along in alongs]
-    is_wide = mesh.size <= _WIDE
-    splits = (1, len(distinct(topology.nodes_of(mesh.rank_array)))) if is_wide and summed else (1,)
-    for d, split in product(largest[: 1 + is_wide], splits):
+    for d in largest[: 1 + (mesh.size <= _WIDE)]:
         ends: list[tuple[Layout, ...]] = [(target,)]
         if replicated:
-            ends += [(node_shares(d, split), target)]
+            ends += [(node_shares(d), target)]
             if summed:
-                ends += [(shares(d), node_shares(d, split), target), (shares(d), target)]
+                ends += [(shares(d), node_shares(d), target), (shares(d), target)]
         if summed and reduced != target:
             ends += [(shares_of(d), *end) for end in ends[:2] for shares_of in reduced_shares]
         for end in sorted(ends, key=len, reverse=True):  # the cheapest tend to be long
             if summed:
-                yield from ((source, of_nodes(d, split), *end) for of_nodes in sums)
+                yield from ((source, of_nodes(d), *end) for of_nodes in sums)
             if len(end) > 1:
                 yield source, *end

@@ -93,6 +93,13 @@ class NodeLayout(Layout):
         split = "" if self.split == 1 else f"/{self.split}"
         return f"{self.base} | {self.kind}{weights} S{self.tensor_dim}{split} along {','.join(map(str, self.along))}"
 
+    def cut_in(self, pieces: int) -> NodeLayout:
+        """The same in so many pieces; itself if it is "shares"."""
+        if self.kind == "shares":
+            return self
+        fields = self.kind, self.base, self.tensor_dim, self.along, self.mesh, self.nodes, self.weights
+        return NodeLayout(*fields, split=pieces)
+
     def without_size_one(self, mesh_shape: object) -> Layout:
         return self
 
