@@ -1,9 +1,10 @@
 """TwoLevelPushTransfer: two levels among CPUs; inside a node rows are pushed straight to their group.
 
 A rank sends its counts to the ranks that forward its tokens, with the number of tokens that it will send; they write
-them to the matrices of their node. If no row of any rank is dropped, these numbers are exact; otherwise tokens without
-a row are not sent, and the numbers are exchanged again. Inside a node all is as in `PushTransfer`, and a node of one
-rank has nothing to wait for.
+them to the matrices of their node. Few tokens, of which none can be dropped, travel in the same message
+(`room_at_once`). Others follow: if no row of any rank is dropped, the numbers are exact; otherwise tokens without a row
+are not sent, and the numbers are exchanged again. Inside a node all is as in `PushTransfer`, and a node of one rank has
+nothing to wait for.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         """Of this rank, what ranks of its node are reading."""
         with torch.inference_mode(False):
             self._set_inside(self._members_as_destinations())
-            self._from = torch.tensor(self._sources, dtype=torch.int64, device="cpu").to(self.device)
+            self._source_index = torch.tensor(self._sources, dtype=torch.int64, device="cpu").to(self.device)
             """`_sources` as an index."""
         self._room = room_at_once(self.config)
 
@@ -92,7 +93,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
             list(zip(self._sources, received, strict=True)),
         )  # fmt: skip
         for matrix in matrices.tensors:
-            matrix.index_copy_(0, self._from, received[:, :-1])
+            matrix.index_copy_(0, self._source_index, received[:, :-1])
         # Before peers read the matrices, they synchronise by offering their receive buffers.
         return counted, matrices.tensors[self._at], received[:, -1].tolist()
 
@@ -161,7 +162,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         yield from self._exchange_messages(DISPATCH + TOKENS, messages, rooms, are_bounds=True)
         counts, numbers, pairs, received = self._unpacked(arrived, tokens.x)
         for matrix in matrices.tensors:
-            matrix.index_copy_(0, self._from, counts)
+            matrix.index_copy_(0, self._source_index, counts)
         into = yield from self._offer(DISPATCH, *own)
         record = self._record(counted, matrices.tensors[self._at], (outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
@@ -209,11 +210,11 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         """Return the rows on this node of the forwarded tokens; `experts`: int32 [F, K], physical, -1 for none."""
         counts, number = record.matrix[:, :-1], self.physical_experts.count
         source = torch.arange(len(self._sources), dtype=torch.int32, device=self.device)
-        source = source.repeat_interleave(receives.to(self.device).index_select(0, self._from))
+        source = source.repeat_interleave(receives.to(self.device).index_select(0, self._source_index))
         of_source = (experts + number * source[:, None])[experts >= 0]
         sent = torch.bincount(of_source, minlength=len(self._sources) * number).view(-1, number)
         before = counts.cumsum(0) - counts  # rows of earlier ranks
-        start = record.groups.start - before[self.me] + before.index_select(0, self._from)
+        start = record.groups.start - before[self.me] + before.index_select(0, self._source_index)
         return self._locate_forwarded(experts, source, start, sent, record)
 
     def _synchronise(self, operation: int) -> Steps[None]:
