@@ -152,6 +152,15 @@ def requested_logs() -> dict[str, int]:
     return levels
 
 
+def requested_gloo_batch() -> bool:
+    """SHARDWEAVE_GLOO_BATCH: whether gloo's event loops are scheduled as SCHED_BATCH.
+
+    Raises:
+        ArgumentError: neither 0 nor 1.
+    """
+    return _switch("SHARDWEAVE_GLOO_BATCH", True)
+
+
 def requested_nvtx() -> bool:
     """SHARDWEAVE_NVTX: whether calls are NVTX ranges as well.
 
@@ -189,8 +198,8 @@ def flight_record_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "torch" / "shardweave"
 
 
-def _switch(name: str) -> bool:
-    text = os.environ.get(name)
-    if text and text not in ("0", "1"):
+def _switch(name: str, default: bool = False) -> bool:
+    text = os.environ.get(name) or str(int(default))
+    if text not in ("0", "1"):
         raise ArgumentError(f"{name}: {text!r}; allowed: 0, 1")
     return text == "1"

@@ -29,7 +29,7 @@ from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, m
 from shardweave.bench.baselines.token_layers import EXPERTS, expert_scale, faults_of, plain_layer, shardweave_layer
 from shardweave.bench.harness.core_time import busy_share
 from shardweave.bench.harness.hosts import Hosts
-from shardweave.bench.harness.interleaved import time_sides
+from shardweave.bench.harness.interleaved import scheduled_for, time_sides
 from shardweave.bench.harness.link_bytes import bytes_received, least_bytes, least_token_bytes, planned_bytes
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.harness.namespaces import HostsUnavailable, congestion_control
@@ -204,7 +204,11 @@ def _detail(setting: Setting, sides: Mapping[str, Callable[[], Any]], network_st
     detail = {"bytes are": f"{_BYTES_ARE}; TCP uses {congestion_control()}", "gigabits": setting.gigabits}
     if setting.round_trip_ms:
         return {**detail, "round_trip_ms": setting.round_trip_ms, "network_steps": network_steps}
-    return {**detail, "cores_busy": {name: busy_share(side, _TURN_SECONDS) for name, side in sides.items()}}
+    busy = {}
+    for name, side in sides.items():
+        with scheduled_for(name):
+            busy[name] = busy_share(side, _TURN_SECONDS)
+    return {**detail, "cores_busy": busy}
 
 
 def _redistributed(

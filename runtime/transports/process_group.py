@@ -27,6 +27,7 @@ from .comm_requests import (
     Transfer,
 )
 from .device_fingerprints import DeviceFingerprints
+from .gloo_event_loops import take_no_cores
 from .rendezvous.rendezvous import Rendezvous
 from .shared_memory.private_pool import pooled
 from .watchdog import Watchdog
@@ -90,6 +91,7 @@ class ProcessGroupTransport:
         self._watchdog = Watchdog(rendezvous.errors, self._close_connections)
         self.has_tags = backend == "gloo"
         self._checks: dict[torch.device, DeviceFingerprints] = {}
+        self._schedule_event_loops()
 
     def check(self) -> None:
         """Raise the error of an earlier call.
@@ -122,6 +124,11 @@ class ProcessGroupTransport:
             ranks = GroupRanks(dist.get_process_group_ranks(group))
             ranks.process_group, ranks.others = group, tuple(rank for rank in ranks if rank != self.rank)
             self._groups.setdefault(tuple(sorted(ranks)), ranks)
+        self._schedule_event_loops()
+
+    def _schedule_event_loops(self) -> None:
+        if self.backend == "gloo":  # each process group has an event loop of its own
+            take_no_cores()
 
     def group_order(self, ranks: Sequence[int]) -> GroupRanks | None:
         return self._groups.get(tuple(sorted(ranks)))

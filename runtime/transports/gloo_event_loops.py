@@ -1,0 +1,73 @@
+"""The scheduling of the threads in which gloo waits for its sockets, its event loops.
+
+While another thread holds the lock of a connection, the event loop polls the socket again and again if it has data
+(`Pair::handleEvents` in gloo/transport/tcp/pair.cc). On Linux a thread that wakes takes the core of one that runs. Where
+all cores are busy that is often a thread which has just sent a message and holds the lock, and the loop polls for its
+whole time slice, about 0.7 ms, before that thread can go on. With SCHED_BATCH a thread that wakes takes no core from
+others; it runs as soon as one waits or has used its slice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..environment import requested_gloo_batch
+
+_logger = logging.getLogger(__name__)
+_NAME = "gloo_tcp_loop"
+_TASKS = Path("/proc/self/task")
+
+
+def take_no_cores() -> None:
+    """Schedule the event loops of this process as SCHED_BATCH, those of all process groups.
+
+    Does nothing to threads that someone has given another policy than the default, with SHARDWEAVE_GLOO_BATCH=0, and
+    where it is not possible or allowed: calls are right with any policy.
+
+    Raises:
+        ArgumentError: a value of SHARDWEAVE_GLOO_BATCH that is not allowed.
+    """
+    if requested_gloo_batch() and hasattr(os, "SCHED_BATCH"):
+        changed = _change(os.SCHED_OTHER, os.SCHED_BATCH)
+        _logger.debug("threads of gloo scheduled as SCHED_BATCH: %s", changed or "none")
+
+
+@contextmanager
+def scheduled_by_torch() -> Iterator[None]:
+    """Within, event loops have the default policy, as if `take_no_cores` had not been called: for measurements."""
+    changed = _change(os.SCHED_BATCH, os.SCHED_OTHER) if hasattr(os, "SCHED_BATCH") else []
+    try:
+        yield
+    finally:
+        for thread in changed:
+            _set(thread, os.SCHED_BATCH)
+
+
+def _change(old: int, new: int) -> list[int]:
+    """Change the policy of the event loops that have another; return their ids."""
+    return [thread for thread in _event_loops() if _policy(thread) == old and _set(thread, new)]
+
+
+def _event_loops() -> Iterator[int]:
+    with suppress(OSError):
+        for task in _TASKS.iterdir():
+            with suppress(OSError):  # it has ended
+                if (task / "comm").read_text(encoding="ascii", errors="replace").strip() == _NAME:
+                    yield int(task.name)
+
+
+def _policy(thread: int) -> int | None:
+    with suppress(OSError):
+        return os.sched_getscheduler(thread)
+    return None
+
+
+def _set(thread: int, policy: int) -> bool:
+    with suppress(OSError):
+        os.sched_setscheduler(thread, policy, os.sched_param(0))
+        return True
+    return False
