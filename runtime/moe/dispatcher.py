@@ -202,7 +202,7 @@ class TokenDispatcher(TokenEngine):
         kind: type[TokenTransfer] = PushTransfer
         if not self._transport.one_sided:
             backend = ""
-            if device.type == "cpu" and isinstance(self._transport, ProcessGroupTransport):
+            if device.type == "cpu" and isinstance(self._transport, ProcessGroupTransport | HierarchicalTransport):
                 backend = self._transport.backend
             kind = two_sided_transfer(config, *inside, backend)
         if self._transport.one_sided and self._transport.windows is not None:

@@ -11,7 +11,6 @@ import torch
 
 from ....planner import HOST_READ_US, NVLINK_INFINIBAND, Topology, price_levels, price_splits
 from ...transports.hierarchical import HierarchicalSymmetricMemoryTransport
-from ...transports.process_group import ProcessGroupTransport
 from ..config import DispatchConfig
 from .base import TokenTransfer
 from .fixed import FixedTransfer, sendrecv_transfer
@@ -74,8 +73,8 @@ def with_levels(
         pushed = pushed_inside(config, device, transport)
     else:
         pushed = windows_inside(config.nodes, transport)
-    on_gloo = device.type == "cpu" and transport == ProcessGroupTransport.name
-    one_at_once, two_at_once = on_gloo and goes_at_once(config), pushed and room_at_once(config) > 0
+    one_at_once = device.type == "cpu" and goes_at_once(config)
+    two_at_once = pushed and room_at_once(config) > 0
     prices = price_levels(
         config.nodes, config.max_tokens, config.top_k, config.row_nbytes, found, pushed, config.chunk_rows,
         (one_at_once, two_at_once),

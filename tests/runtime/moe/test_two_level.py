@@ -520,6 +520,9 @@ def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], s
     ):  # fmt: skip
         again = rounds_of(rank, transport, **more)
         assert again == bits, more
+    few = settings_of(5, 3, 8, 4, torch.bfloat16)
+    one_level = TokenDispatcher(**few, transport=transport, two_level=False).explain()
+    assert "in one message with its counts and weights" in one_level
     # By messages inside a node as well.
     many = settings_of(5, 3, 1024, 512, torch.bfloat16)
     assert "levels: two, the cheaper on" in TokenDispatcher(**many, transport="process_group").explain()
