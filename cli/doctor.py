@@ -29,8 +29,8 @@ from ..planner.render.explain import format_bytes
 from ..runtime.environment import (
     pretended_node_size,
     requested_flight_records,
-    requested_logs,
     requested_gloo_batch,
+    requested_logs,
     requested_nvtx,
     requested_poison,
     requested_pool_limit,

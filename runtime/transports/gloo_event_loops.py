@@ -1,8 +1,8 @@
 """The scheduling of the threads in which gloo waits for its sockets, its event loops.
 
 While another thread holds the lock of a connection, the event loop polls the socket again and again if it has data
-(`Pair::handleEvents` in gloo/transport/tcp/pair.cc). On Linux a thread that wakes takes the core of one that runs. Where
-all cores are busy that is often a thread which has just sent a message and holds the lock, and the loop polls for its
+(`Pair::handleEvents` in gloo/transport/tcp/pair.cc). On Linux a thread that wakes takes the core of one that runs.
+Where all cores are busy, that is often a thread which has just sent a message and holds the lock: the loop polls for its
 whole time slice, about 0.7 ms, before that thread can go on. With SCHED_BATCH a thread that wakes takes no core from
 others; it runs as soon as one waits or has used its slice.
 """
