@@ -27,6 +27,8 @@ KEPT = 4  # outputs of a contender that stay alive
 TURN_SECONDS = 0.03  # the least time of the calls of a turn, so that leaving the barrier before it does not count
 MOST_CALLS = 400
 MOST_SETS = 1024
+AS_OURS = ", SCHED_BATCH"
+"""What the name of a side ends with that gloo's threads serve with the policy that shardweave gives them."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,10 @@ def time_sides(
 
 
 def scheduled_for(side: str) -> AbstractContextManager[None]:
-    """A context in which gloo's threads are scheduled as without shardweave, unless the side is "ours" or begins so."""
-    return nullcontext() if side.startswith("ours") else scheduled_by_torch()
+    """A context in which gloo's threads are scheduled as without shardweave, unless the name of the side begins with
+    "ours" or ends with `AS_OURS`."""
+    as_ours = side.startswith("ours") or side.endswith(AS_OURS)
+    return nullcontext() if as_ours else scheduled_by_torch()
 
 
 def in_order(sides: Iterable[str], number: int) -> list[str]:

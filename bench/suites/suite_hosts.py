@@ -6,7 +6,9 @@ Results are checked first. Bytes are those that enter a host during one call, co
 the host with most; the bound is what has to enter it, of a sum one value, as if the other hosts had added their terms.
 All ranks share the cores of this machine, so that at the higher rate the cores, not the links, may limit all sides: how
 busy they are is measured after the times. A third side sends as many bytes as shardweave does between hosts, by plain
-`isend` and `irecv`, after which the ranks of a host wait for each other, and nothing else.
+`isend` and `irecv`, after which the ranks of a host wait for each other, and nothing else. gloo's threads have the
+policy that shardweave gives them (`runtime/transports/gloo_event_loops.py`) in its own turns only; torch's all-to-alls
+are measured with both.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, m
 from shardweave.bench.baselines.token_layers import EXPERTS, expert_scale, faults_of, plain_layer, shardweave_layer
 from shardweave.bench.harness.core_time import busy_share
 from shardweave.bench.harness.hosts import Hosts
-from shardweave.bench.harness.interleaved import scheduled_for, time_sides
+from shardweave.bench.harness.interleaved import AS_OURS, scheduled_for, time_sides
 from shardweave.bench.harness.link_bytes import bytes_received, least_bytes, least_token_bytes, planned_bytes
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.harness.namespaces import HostsUnavailable, congestion_control
@@ -63,6 +65,8 @@ _BYTES_ARE = (
     "they take of its rate, of which data may take 95.6%, since packets of 1,514 bytes have 1,448 of data"
 )
 MESSAGES = "isend, irecv"
+BY_TORCH = "torch.distributed"
+DISPATCHERS = ("ours", BY_TORCH, BY_TORCH + AS_OURS)
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def cases(scale: str) -> dict[str, tuple[str, ...]]:
             one.name: ("ours", "stock", MESSAGES) if _has_messages(one) else ("ours", "stock")
             for one in workloads(scale, setting)
         }
-        contenders |= {str(one): ("ours", "torch.distributed") for one in tokens(scale, setting)}
+        contenders |= dict.fromkeys(map(str, tokens(scale, setting)), DISPATCHERS)
         found |= {f"{setting.name}: {name}": who for name, who in contenders.items()}
     return found
 
@@ -254,7 +258,8 @@ def _redistributed(
 
 def _dispatched(shape: Tokens, mesh: DeviceMesh, rounds: int, rank: int, setting: Setting) -> dict[str, Any]:
     ranks = mesh.size()
-    layers = {"ours": shardweave_layer(mesh, shape.hidden, shape.tokens), "torch.distributed": plain_layer}
+    ours = shardweave_layer(mesh, shape.hidden, shape.tokens)
+    layers = dict(zip(DISPATCHERS, (ours, plain_layer, plain_layer), strict=True))
     given = [inputs_of(shape, other) for other in range(ranks)]
     faults = {name: "; ".join(faults_of(layer, expert_scale(rank, ranks), *given[rank])) for name, layer in
               layers.items()}  # fmt: skip

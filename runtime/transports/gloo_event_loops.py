@@ -2,9 +2,9 @@
 
 While another thread holds the lock of a connection, the event loop polls the socket again and again if it has data
 (`Pair::handleEvents` in gloo/transport/tcp/pair.cc). On Linux a thread that wakes takes the core of one that runs.
-Where all cores are busy, that is often a thread which has just sent a message and holds the lock: the loop polls for its
-whole time slice, about 0.7 ms, before that thread can go on. With SCHED_BATCH a thread that wakes takes no core from
-others; it runs as soon as one waits or has used its slice.
+Where all cores are busy, that is often a thread which has just sent a message and holds the lock: the loop polls for
+its whole time slice before that thread can go on. With SCHED_BATCH a thread that wakes takes no core from others; it
+runs as soon as one waits or has used its slice.
 """
 
 from __future__ import annotations
