@@ -17,6 +17,7 @@ from rank_processes import interpreted, run_ranks
 from test_output_buffer import capturing
 
 from shardweave.kernels import QUANTIZATIONS, recorded_launches
+from shardweave.runtime.moe import autograd
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer import window
@@ -109,7 +110,8 @@ def replays(rank: int, kind: str) -> list[bytes]:
     step()
     step.dispatcher.transfers[0]._repeated.clear()
     unrepeated = mock.patch.multiple(window, recorded_launches=lambda: nullcontext([]), _MOST_REPEATED=0)
-    with capturing(), unrepeated:  # so that all launches are recorded here
+    # So that all launches are recorded here, and read the memory that is filled again, not the copy of a dispatch.
+    with capturing(), unrepeated, mock.patch.object(autograd, "copied_weights", lambda weights: weights):
         with recorded_launches() as dispatched:
             routed = step.dispatcher.dispatch(step.x, step.ids, step.weights)
         out = routed.output_buffer()

@@ -94,7 +94,8 @@ def test_lent_output_equals_copied_output(transport: str) -> None:
 @pytest.mark.long
 def test_interpreted_kernels_read_lent_buffers() -> None:
     ran = interpreted("test_output_buffer", "t.run_ranks(t.lent, 2, 'symmetric_memory', {'pooled_buffers': 2})")
-    assert ran == repr([[True, False] * 2] * 2)
+    # Kernels bring the gradients of the weights by a launch of its own, before those of the rows.
+    assert ran == repr([[True, False, False] * 2] * 2)
 
 
 @torch.no_grad()
