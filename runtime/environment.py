@@ -152,13 +152,13 @@ def requested_logs() -> dict[str, int]:
     return levels
 
 
-def requested_gloo_batch() -> bool:
-    """SHARDWEAVE_GLOO_BATCH: whether gloo's event loops are scheduled as SCHED_BATCH.
+def requested_gloo_sched_batch() -> bool:
+    """SHARDWEAVE_GLOO_SCHED_BATCH: whether gloo's event loops are scheduled as SCHED_BATCH.
 
     Raises:
         ArgumentError: neither 0 nor 1.
     """
-    return _switch("SHARDWEAVE_GLOO_BATCH", True)
+    return _switch("SHARDWEAVE_GLOO_SCHED_BATCH", True)
 
 
 def requested_nvtx() -> bool:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardweave.runtime.transports.gloo_event_loops import scheduled_by_torch
+from shardweave.runtime.transports.gloo_event_loops import default_policy
 
 from .machine import last_level_cache
 
@@ -28,7 +28,7 @@ TURN_SECONDS = 0.03  # the least time of the calls of a turn, so that leaving th
 MOST_CALLS = 400
 MOST_SETS = 1024
 AS_OURS = ", SCHED_BATCH"
-"""What the name of a side ends with that gloo's threads serve with the policy that shardweave gives them."""
+"""The suffix of sides that are timed with gloo's threads as SCHED_BATCH, as shardweave's own are."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def scheduled_for(side: str) -> AbstractContextManager[None]:
     """A context in which gloo's threads are scheduled as without shardweave, unless the name of the side begins with
     "ours" or ends with `AS_OURS`."""
     as_ours = side.startswith("ours") or side.endswith(AS_OURS)
-    return nullcontext() if as_ours else scheduled_by_torch()
+    return nullcontext() if as_ours else default_policy()
 
 
 def in_order(sides: Iterable[str], number: int) -> list[str]:

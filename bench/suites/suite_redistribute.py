@@ -27,7 +27,16 @@ import shardweave
 from shardweave.bench.baselines.packed_all_to_all import PackedAllToAll
 from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, held, mesh_for
 from shardweave.bench.baselines.stock_plans import Stock, count_stock
-from shardweave.bench.harness.interleaved import KEPT, Rotation, copies, in_order, rotated, rotating, time_sides
+from shardweave.bench.harness.interleaved import (
+    KEPT,
+    Rotation,
+    copies,
+    in_order,
+    rotated,
+    rotating,
+    scheduled_for,
+    time_sides,
+)
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.harness.ranks import Send, run_ranks
 from shardweave.bench.suites.rank_rows import put, result
@@ -131,10 +140,11 @@ def measure_new_lengths(first: Workload, mesh: DeviceMesh, rounds: int) -> dict[
             length += 1
             case = Case(replace(first, shape=(length, columns), full_shape=(length, columns)), mesh)
             call = redistribute_calls(case)[side]
-            dist.barrier()
-            began = time.perf_counter()
-            output = call(case.source)
-            took = time.perf_counter() - began
+            with scheduled_for(side):
+                dist.barrier()
+                began = time.perf_counter()
+                output = call(case.source)
+                took = time.perf_counter() - began
             if number >= _FIRST_ROUNDS:
                 seconds[side].append(took)
             if fault := case.fault(output.to_local(), pairwise=side == "stock"):

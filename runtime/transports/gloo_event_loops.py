@@ -4,41 +4,43 @@ While another thread holds the lock of a connection, the event loop polls the so
 (`Pair::handleEvents` in gloo/transport/tcp/pair.cc). On Linux a thread that wakes takes the core of one that runs.
 Where all cores are busy, that is often a thread which has just sent a message and holds the lock: the loop polls for
 its whole time slice before that thread can go on. With SCHED_BATCH a thread that wakes takes no core from others; it
-runs as soon as one waits or has used its slice.
+runs as soon as one blocks or has used its slice.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..environment import requested_gloo_batch
+from ..environment import requested_gloo_sched_batch
 
 _logger = logging.getLogger(__name__)
 _NAME = "gloo_tcp_loop"
 _TASKS = Path("/proc/self/task")
 
 
-def take_no_cores() -> None:
-    """Schedule the event loops of this process as SCHED_BATCH, those of all process groups.
+def schedule_event_loops() -> None:
+    """Schedule gloo's event loops, those of all process groups of this process, as SCHED_BATCH.
 
-    Does nothing to threads that someone has given another policy than the default, with SHARDWEAVE_GLOO_BATCH=0, and
-    where it is not possible or allowed: calls are right with any policy.
+    Does nothing to threads that have another policy than the default, with SHARDWEAVE_GLOO_SCHED_BATCH=0, and where it
+    is not possible or allowed: calls are right with any policy. A loop whose thread has just started, and has no name
+    yet, is left until the next time.
 
     Raises:
-        ArgumentError: a value of SHARDWEAVE_GLOO_BATCH that is not allowed.
+        ArgumentError: a value of SHARDWEAVE_GLOO_SCHED_BATCH that is not allowed.
     """
-    if requested_gloo_batch() and hasattr(os, "SCHED_BATCH"):
+    if requested_gloo_sched_batch() and hasattr(os, "SCHED_BATCH"):
         changed = _change(os.SCHED_OTHER, os.SCHED_BATCH)
         _logger.debug("threads of gloo scheduled as SCHED_BATCH: %s", changed or "none")
 
 
 @contextmanager
-def scheduled_by_torch() -> Iterator[None]:
-    """Within, event loops have the default policy, as if `take_no_cores` had not been called: for measurements."""
+def default_policy() -> Iterator[None]:
+    """A context in which event loops have the policy that they start with, for measurements without shardweave."""
     changed = _change(os.SCHED_BATCH, os.SCHED_OTHER) if hasattr(os, "SCHED_BATCH") else []
     try:
         yield
@@ -53,6 +55,9 @@ def _change(old: int, new: int) -> list[int]:
 
 
 def _event_loops() -> Iterator[int]:
+    # In a PID namespace without its own /proc, the ids there are those of other threads.
+    if not (_TASKS / str(threading.get_native_id())).exists():
+        return
     with suppress(OSError):
         for task in _TASKS.iterdir():
             with suppress(OSError):  # it has ended

@@ -27,7 +27,7 @@ from .comm_requests import (
     Transfer,
 )
 from .device_fingerprints import DeviceFingerprints
-from .gloo_event_loops import take_no_cores
+from .gloo_event_loops import schedule_event_loops
 from .rendezvous.rendezvous import Rendezvous
 from .shared_memory.private_pool import pooled
 from .watchdog import Watchdog
@@ -83,7 +83,7 @@ class ProcessGroupTransport:
         self.rank, self.size, self.timeout, self.backend = rank, size, timeout, backend
         self.rendezvous = rendezvous
         self._groups: dict[tuple[int, ...], GroupRanks] = {}
-        self._group_list: list[dist.ProcessGroup] = []
+        self._group_list: list[dist.ProcessGroup] | None = None
         self._used_groups: set[dist.ProcessGroup] = set()
         self._error: TransportError | None = None
         self.busy = self._closed = False
@@ -91,7 +91,6 @@ class ProcessGroupTransport:
         self._watchdog = Watchdog(rendezvous.errors, self._close_connections)
         self.has_tags = backend == "gloo"
         self._checks: dict[torch.device, DeviceFingerprints] = {}
-        self._schedule_event_loops()
 
     def check(self) -> None:
         """Raise the error of an earlier call.
@@ -116,19 +115,19 @@ class ProcessGroupTransport:
         used.
 
         These depend on the request only, not on what was bound before, so that peers select the same.
+
+        Raises:
+            ArgumentError: as for `schedule_event_loops`.
         """
         if (group_list := list(groups)) == self._group_list:
             return
+        if self.backend == "gloo":
+            schedule_event_loops()  # each process group has an event loop of its own
         self._group_list, self._groups = group_list, {}
         for group in group_list:
             ranks = GroupRanks(dist.get_process_group_ranks(group))
             ranks.process_group, ranks.others = group, tuple(rank for rank in ranks if rank != self.rank)
             self._groups.setdefault(tuple(sorted(ranks)), ranks)
-        self._schedule_event_loops()
-
-    def _schedule_event_loops(self) -> None:
-        if self.backend == "gloo":  # each process group has an event loop of its own
-            take_no_cores()
 
     def group_order(self, ranks: Sequence[int]) -> GroupRanks | None:
         return self._groups.get(tuple(sorted(ranks)))

@@ -351,6 +351,9 @@ def test_levels_are_chosen_by_price() -> None:
     assert topology is not None
     config, why = with_levels(config_of(), CPU, "hierarchical", lambda: topology)
     assert config.two_level and why.startswith("levels: two, the cheaper on 2 nodes of 2 ranks by cpu (assumed")
+    # Few bytes: on one level they travel with the counts too, and nothing waits inside nodes.
+    config, why = with_levels(config_of(max_tokens=1), CPU, "hierarchical", lambda: topology)
+    assert config.two_level is False and why.startswith("levels: one, the cheaper")
     # Many nodes, short rows and many experts of each token: ids and weights outweigh what two levels save.
     nodes = list(range(16))
     config, why = with_levels(
