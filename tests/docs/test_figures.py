@@ -169,8 +169,8 @@ def test_figures_of_hosts() -> None:
     ours, theirs, as_ours = (f"{microseconds(few, who) / 1e3:.1f} ms" for who in ("ours", *by_torch))
     costs = " ".join(text("docs/token-dispatch.md").split())
     assert (
-        f"64 tokens of 4 KiB at 10 Gbit/s take {ours}, and torch's all-to-alls {as_ours} with gloo's threads [scheduled "
-        f"as shardweave does](several-machines.md#busy-cores), {theirs} without"
+        f"64 tokens of 4 KiB at 10 Gbit/s take {ours}, and torch's all-to-alls {as_ours} with gloo's threads "
+        f"[scheduled as shardweave does](several-machines.md#busy-cores), {theirs} without"
     ) in costs
 
 
