@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.long]
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+UNTYPED = "tokenizers", "torchtitan", "transformers"  # that examples use, and that need not be installed
 PROGRAM = """
 import torch
 import torch.distributed as dist
@@ -120,7 +121,7 @@ def test_wheel_redistributes(installed: Installed, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program]
-    assert run(tmp_path, installed.python, *arguments).split() == ["right", "right"]
+    assert run(tmp_path, installed.python, *arguments).count("right") == 2  # a line of each rank; they may interleave
 
 
 def test_wheel_has_all_packages(installed: Installed) -> None:
@@ -135,6 +136,7 @@ def test_wheel_is_typed(installed: Installed, tmp_path: Path) -> None:
     """mypy finds the types of the installed package, and checks examples against them."""
     for name in EXAMPLES:
         shutil.copyfile(ROOT / "examples" / name, tmp_path / name)
+    (tmp_path / "mypy.ini").write_text("".join(f"[mypy-{name}.*]\nignore_missing_imports = True\n" for name in UNTYPED))
     mypy = [installed.python, "-m", "mypy", "--follow-imports=silent"]
     assert "Success" in run(tmp_path, *mypy, *EXAMPLES)
     (tmp_path / "wrong.py").write_text(WRONG_TYPES)
