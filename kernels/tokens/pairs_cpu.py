@@ -129,25 +129,29 @@ class Pairs:
         chunks = -(-self._tokens // most)
         key = destination + number * ~first
         if chunks > 1:
-            key += token // most * (2 * number)
+            chunk = token // most
+            key += chunk * (2 * number)
+            token -= chunk * most
         order = stable_order(key)
         place = np.empty_like(order)
         place[order] = numbers
         lead = place.take(np.maximum.accumulate(numbers * first))  # a token's pairs at a destination adjoin
         token, pair, row, lead = (x.take(order) for x in (token, pair, row, lead))
-        sizes = np.bincount(key, minlength=chunks * 2 * number).tolist()  # of parts
-        ends = list(itertools.accumulate(sizes))
-        sums = []
-        for i, at in enumerate(range(0, len(sizes), 2 * number)):
-            begin, middle, end = ends[at] - sizes[at], ends[at + number - 1], ends[at + 2 * number - 1]
-            parts = [
-                (j % number, ends[at + j] - sizes[at + j] - begin, ends[at + j] - begin)
-                for j in range(2 * number)
-                if sizes[at + j]
-            ]
-            of_chunk = torch.from_numpy(token[begin:middle] - i * most), torch.from_numpy(lead[middle:end] - begin)
-            firsts = sum(size > 0 for size in sizes[at : at + number])
-            sums.append(PairSums(pair[begin:end], row[begin:end], *of_chunk, parts, firsts))
+        sizes = np.bincount(key, minlength=chunks * 2 * number).reshape(chunks, 2 * number).tolist()  # of parts
+        sums, begin = [], 0
+        for of_chunk in sizes:
+            parts: list[PairPart] = []
+            firsts = at = middle = 0
+            for i, size in enumerate(of_chunk):
+                if i == number:
+                    firsts, middle = len(parts), at
+                if size:
+                    parts.append((i % number, at, at + size))
+                    at += size
+            end, middle = begin + at, begin + middle
+            of_pairs = torch.from_numpy(token[begin:middle]), torch.from_numpy(lead[middle:end] - begin)
+            sums.append(PairSums(pair[begin:end], row[begin:end], *of_pairs, parts, firsts))
+            begin = end
         return sums
 
 
