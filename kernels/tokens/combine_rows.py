@@ -295,9 +295,8 @@ def combine_rows_cpu(
     k, (tokens, hidden), dtype = rows.key.shape[1], out.shape, out.dtype
     numbers = None if weights is None else host_array(weights).reshape(-1, 1)
     node_of = None if nodes is None else nodes.tolist()
-    # Half of the cache is left to the rows of the result and to those that are read.
+    # The rows of so many tokens are read at a time: fewer cost more calls, and more leave the cache.
     pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(k * hidden, 1))
-    # One small scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
     scratch = host_empty((min(most, tokens) * k, buffers.shape[1]), buffers.dtype)
     read, sources = HostRows(scratch), buffers.host_rows()
     one_source = len(set(sources)) == 1

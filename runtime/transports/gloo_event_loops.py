@@ -19,7 +19,7 @@ from pathlib import Path
 from ..environment import requested_gloo_sched_batch
 
 _logger = logging.getLogger(__name__)
-_NAME = "gloo_tcp_loop"
+_NAME = "gloo_tcp_loop"  # from torch 2.13 on; before, they have the name of the process
 _TASKS = Path("/proc/self/task")
 
 

@@ -27,6 +27,17 @@ def text(name: str) -> str:
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
 
+def rows_of(name: str) -> dict[tuple[str, str], dict[str, str]]:
+    """The rows of a suite's table by case and contender, each by the heads of its columns."""
+    lines = (RESULTS / name).read_text(encoding="utf-8").split("\n")
+    heads, _, *cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    return {(row["case"], row["contender"]): row for row in (dict(zip(heads, of, strict=True)) for of in cells)}
+
+
+def microseconds_of(row: Mapping[str, str]) -> float:
+    return float(row["median"].removesuffix(" µs").replace(",", ""))
+
+
 def readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -128,9 +139,7 @@ def test_host_cost_figures() -> None:
 
 def test_figures_of_hosts() -> None:
     """Of tensors of 16 MiB, in which at least 1 MB enters a host, and of small ones on hosts a round trip apart."""
-    lines = (RESULTS / "hosts.md").read_text(encoding="utf-8").split("\n")
-    heads, _, *cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-    rows = {(row["case"], row["contender"]): row for row in (dict(zip(heads, of, strict=True)) for of in cells)}
+    rows = rows_of("hosts.md")
     large = [case for case, who in rows if who == "isend, irecv" and "2048×2048" in case and rows[case, who]["of link"]]
     slow, fast = ([case for case in large if (": 10 Gbit/s" in f": {case}") is at_10] for at_10 in (False, True))
     assert len(slow) == 15 and len(fast) == 4  # and one case in which nothing crosses
@@ -140,7 +149,7 @@ def test_figures_of_hosts() -> None:
         return f"{min(shares)} to {max(shares)}%"
 
     def microseconds(case: str, who: str) -> float:
-        return float(rows[case, who]["median"].removesuffix(" µs").replace(",", ""))
+        return microseconds_of(rows[case, who])
 
     plain = "isend, irecv"
     longer = max(microseconds(case, "ours") / microseconds(case, plain) for case in slow)
@@ -172,6 +181,36 @@ def test_figures_of_hosts() -> None:
         f"64 tokens of 4 KiB at 10 Gbit/s take {ours}, and torch's all-to-alls {as_ours} with gloo's threads "
         f"[scheduled as shardweave does](several-machines.md#busy-cores), {theirs} without"
     ) in costs
+
+
+def test_figures_of_dispatch() -> None:
+    """Beside a bare copy of all rows where there are many tokens, and beside torchtitan's dispatcher."""
+    rows = rows_of("dispatch.md")
+    cases = list(dict.fromkeys(case for case, _ in rows))
+    both = "forward and backward"
+    forward, trained = ([case for case in cases if case.endswith(both) is also] for also in (False, True))
+    assert (len(forward), len(trained)) == (4, 3)
+
+    def ratios(of: Sequence[str], who: str, to: str) -> list[float]:
+        return [microseconds_of(rows[case, who]) / microseconds_of(rows[case, to]) for case in of]
+
+    def many(of: Sequence[str], who: str, digits: int) -> str:
+        copies = ratios([case for case in of if int(case.split()[1].rstrip(",")) >= 1024], who, "copy")
+        return f"{min(copies):.{digits}f} to {max(copies):.{digits}f}"
+
+    def times(of: Sequence[str]) -> str:
+        *first, last = [f"{ratio:.1f}" for ratio in ratios(of, "torchtitan", "ours")]
+        return f"{', '.join(first)} and {last}"
+
+    page = text("docs/token-dispatch.md")
+    assert (
+        f"From T 1024 on forward takes {many(forward, 'ours', 1)} times as long as that copy, and torchtitan's "
+        f"dispatcher {many(forward, 'torchtitan', 0)} times."
+    ) in page
+    assert (
+        f"Beside torchtitan's, forward is {times(forward)} times as fast for T 16, 128, 1024 and 4096, and forward "
+        f"with backward {times(trained)} times for the last three."
+    ) in page
 
 
 def test_no_kernel_spills() -> None:
