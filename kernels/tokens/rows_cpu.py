@@ -59,17 +59,6 @@ def host_rows(tensors: Sequence[torch.Tensor]) -> list[HostRows]:
     return [known.get(id(x)) or known.setdefault(id(x), HostRows(x)) for x in tensors]
 
 
-def row_dots(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the dot product of each row of `a` and of `b`, float32 [n, H], to `out`, [n].
-
-    By numpy, which needs no memory for products, unless torch has threads to share the rows.
-    """
-    if torch.get_num_threads() > 1:
-        torch.linalg.vecdot(a, b, out=out)
-    else:
-        np.einsum("ij,ij->i", host_array(a), host_array(b), out=out.numpy())
-
-
 def host_array(x: torch.Tensor) -> npt.NDArray[Any]:
     """A tensor as a contiguous array, of its memory if it is contiguous. Of bfloat16, which numpy lacks, the bits."""
     if x.requires_grad:

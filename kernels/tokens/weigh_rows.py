@@ -11,7 +11,6 @@ import triton.language as tl
 from ..dtypes import ELEMENTS, decode, encode
 from ..launch import Constants, Launches, interpreted, runs_on
 from .rows import CHUNK, RowLaunch, check_rows, programs_of, row_alignment, row_constants
-from .rows_cpu import row_dots
 
 
 @triton.jit(do_not_specialize=["gradient", "values", "out", "programs"])
@@ -101,14 +100,16 @@ def weigh_rows_cpu(
     out: torch.Tensor,
     weight_gradient: torch.Tensor,
 ) -> None:
-    """weigh_rows on the CPU, some rows at a time, which stay in the cache between their two uses."""
+    """weigh_rows in torch operations, some rows at a time; dot products are summed in torch's order."""
     number, hidden = int(num_rows), out.shape[1]
-    most = max(1, CHUNK // max(2 * hidden, 1))
+    most = max(1, CHUNK // max(2 * hidden, 1))  # gradients and products stay in the cache
+    products = torch.empty((min(most, number), hidden), dtype=torch.float32, device=out.device)  # reused by all pieces
     for first in range(0, number, most):
         these = slice(first, min(number, first + most))
         given = gradient[these].float()
-        row_dots(given, values[these].float(), weight_gradient[these])
+        product = torch.mul(given, values[these], out=products[: len(given)])
+        torch.sum(product, 1, out=weight_gradient[these])
         if out.dtype is torch.float32:
             torch.mul(given, weights[these, None], out=out[these])
         else:
-            out[these] = given.mul_(weights[these, None])
+            out[these] = given * weights[these, None]

@@ -22,7 +22,7 @@ from shardweave.kernels import (
 )
 from shardweave.kernels.tokens.pairs_cpu import Pairs
 from shardweave.kernels.tokens.rows import TokenRows
-from shardweave.kernels.tokens.rows_cpu import HostRows, row_dots
+from shardweave.kernels.tokens.rows_cpu import HostRows
 
 pytestmark = pytest.mark.plan
 
@@ -159,12 +159,3 @@ def test_rows_are_put() -> None:
     x, to = torch.randn(6, 3), torch.zeros(4, 3)
     HostRows(to).put(HostRows(x), np.array([5, 0, 0]), np.array([3, 1, 0]))
     assert to.equal(torch.stack([x[0], x[0], torch.zeros(3), x[5]]))
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("rows, hidden", [(0, 5), (1, 1), (7, 300), (3, 0)])
-def test_row_dots(rows: int, hidden: int) -> None:
-    a, b, out = torch.randn(rows, hidden), torch.randn(rows, hidden), torch.full((rows,), float("nan"))
-    row_dots(a, b, out)
-    products = a.double() * b.double()
-    assert ((out.double() - products.sum(1)).abs() <= 1e-6 * products.abs().sum(1)).all()
