@@ -21,7 +21,7 @@ from .tokens.copy_columns import copy_columns
 from .tokens.copy_rows import copy_rows, fill_rows
 from .tokens.count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, CountShare, count_pairs
 from .tokens.group_rows import Groups, PhysicalExperts, group_rows
-from .tokens.locate_rows import MOST_K, locate_rows, locate_sorted_pairs
+from .tokens.locate_rows import MOST_K, locate_counted_pairs, locate_rows
 from .tokens.offer_rows import offer_rows
 from .tokens.offer_tokens import RowTables, offer_tokens
 from .tokens.pairs_cpu import Pairs
@@ -118,8 +118,8 @@ __all__ = [
     "host_empty",
     "host_tensor",
     "interpreted",
+    "locate_counted_pairs",
     "locate_rows",
-    "locate_sorted_pairs",
     "offer_rows",
     "offer_tokens",
     "capturing",

@@ -324,7 +324,8 @@ def combine_rows_cpu(
             total.index_add_(0, sums.token, partial)
         else:
             of_node = torch.empty_like(total)
-            for _, of_parts in itertools.groupby(sums.parts[: sums.firsts], lambda part: node_of[part[0]]):
+            of_first = [part for part in sums.parts if part[2] <= firsts]
+            for _, of_parts in itertools.groupby(of_first, lambda part: node_of[part[0]]):
                 _, begins, ends = zip(*of_parts, strict=True)
                 these_pairs = slice(begins[0], ends[-1])
                 of_node.zero_().index_add_(0, sums.token[these_pairs], partial[these_pairs])

@@ -10,11 +10,10 @@ through a window, between a wait for the peers and a barrier.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -48,15 +47,39 @@ class CountShare(NamedTuple):
     `word`. Only where kernels run. None: neither."""
 
 
-class CountedPairs(NamedTuple):
-    """The result of count_pairs."""
+class CountedPairs:
+    """The result of count_pairs.
 
-    physical_expert: torch.Tensor
-    """int32 [T, K]: the physical expert of each pair, -1 for none."""
-    place: torch.Tensor
-    """int32 [T, K]: the number of earlier pairs of the same physical expert; -1 for none."""
-    counts: torch.Tensor
-    """int32 [S + 1]: pairs of each physical expert; the last element counts bad ids."""
+    Args:
+        place: see below; None: computed from `by_expert` when it is first read.
+
+    Attributes:
+        physical_expert: int32 [T, K]: the physical expert of each pair, -1 for none.
+        counts: int32 [S + 1]: pairs of each physical expert; the last element counts bad ids.
+        by_expert: on the CPU, int64 [T * K]: the pairs in order of physical expert, token and k, those without one
+            first; None if they have not been sorted.
+    """
+
+    def __init__(
+        self,
+        physical_expert: torch.Tensor,
+        place: torch.Tensor | None,
+        counts: torch.Tensor,
+        by_expert: Ints | None = None,
+    ) -> None:
+        self.physical_expert, self.counts, self.by_expert = physical_expert, counts, by_expert
+        if place is not None:
+            self.place = place
+
+    @cached_property
+    def place(self) -> torch.Tensor:
+        """int32 [T, K]: the number of earlier pairs of the same physical expert; -1 for none."""
+        assert self.by_expert is not None
+        number = self.counts.numpy()[:-1]
+        pair = self.by_expert[len(self.by_expert) - int(np.add.reduce(number)) :]
+        place = np.full(self.physical_expert.shape, -1, np.int32)
+        place.reshape(-1)[pair] = np.arange(len(pair)) - np.repeat(number.cumsum() - number, number)
+        return host_tensor(place)
 
 
 @triton.jit
@@ -403,42 +426,21 @@ def count_rows(padded_experts: int) -> int:
 def count_pairs_cpu(
     ids: torch.Tensor, num_experts: int, physical_expert_of: torch.Tensor | None, num_physical_experts: int
 ) -> CountedPairs:
-    """count_pairs on the CPU."""
-    expert, order, counts, without = sort_by_expert(ids, num_experts, physical_expert_of, num_physical_experts)
-    number = counts[:-1]
-    place = np.full_like(expert, -1)
-    place[order[without:]] = np.arange(len(order) - without) - np.repeat(number.cumsum() - number, number)
-    return CountedPairs(
-        host_tensor(expert.reshape(ids.shape)), host_tensor(place.reshape(ids.shape)), host_tensor(counts)
-    )
-
-
-def sort_by_expert(
-    ids: torch.Tensor, num_experts: int, physical_expert_of: torch.Tensor | None, num_physical_experts: int
-) -> tuple[npt.NDArray[np.int32], Ints, npt.NDArray[np.int32], int]:
-    """Sort pairs on the CPU; the arguments are those of count_pairs.
-
-    Returns:
-        [T * K]: the physical expert of each pair, or -1.
-        [T * K]: the pairs in order of physical expert, token and k, those without one first.
-        `CountedPairs.counts`.
-        The number of pairs without a physical expert.
-    """
+    """count_pairs on the CPU, which sorts the pairs."""
     flat = ids.numpy().reshape(-1)
     invalid = flat.view(f"u{flat.itemsize}") >= num_experts  # negative ids are large numbers
-    expert = flat.astype(np.int32)
-    expert[invalid] = -1
-    if physical_expert_of is not None:
-        expert = physical_expert_of.numpy().take(expert)
+    expert, bad = flat.astype(np.int32), 0
+    if np.logical_or.reduce(invalid):
         expert[invalid] = -1
-    # -1 counts as an expert before all others.
-    numbers = np.bincount(expert + 1, minlength=num_physical_experts + 1)
-    # numpy sorts 16-bit numbers by radix.
-    order = expert.astype(np.int16 if num_physical_experts < 1 << 15 else np.int32).argsort(kind="stable")
-    counts, without = np.empty(num_physical_experts + 1, np.int32), int(numbers[0])
-    counts[:-1] = numbers[1:]
-    counts[-1] = np.count_nonzero(invalid & (flat != -1)) if without else 0
-    return expert, order, counts, without
+        bad = int(np.count_nonzero(invalid & (flat != -1)))
+    if physical_expert_of is not None:
+        expert = np.where(invalid, expert, physical_expert_of.numpy().take(expert))
+    # numpy sorts 16-bit numbers by radix. -1 is before all others.
+    by_expert = expert.astype(np.int16 if num_physical_experts < 1 << 15 else np.int32).argsort(kind="stable")
+    counts = np.empty(num_physical_experts + 1, np.int32)
+    counts[:-1] = np.bincount(expert + 1, minlength=num_physical_experts + 1)[1:]
+    counts[-1] = bad
+    return CountedPairs(host_tensor(expert.reshape(ids.shape)), None, host_tensor(counts), by_expert)
 
 
 def share_counts_cpu(counts: torch.Tensor, share: CountShare) -> None:

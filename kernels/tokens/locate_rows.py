@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...errors import ArgumentError
 from ..launch import Constants, Launches, runs_on
-from .count_pairs import sort_by_expert
+from .count_pairs import CountedPairs
 from .group_rows import Groups, PhysicalExperts
 from .pairs_cpu import Ints, LocatedPairs, Pairs, stable_order
 from .rows import TokenRows, cdiv, power_of_two
@@ -122,43 +122,55 @@ def locate_rows_cpu(
     expert, at, start, limit = (x.numpy() for x in (physical_expert, place, groups.start, groups.limit))
     kept = (expert >= 0) & (at < limit.take(expert))  # without an expert: the last one's limit, to no effect
     row, expert = np.where(kept, start.take(expert) + at, -1), np.where(kept, expert, -1)
-    key, by_token = _by_token(expert, row.astype(np.int64), physical_experts)
-    located = by_token.kept()
+    rows, by_token = _by_token(expert, row.astype(np.int64), physical_experts)
+    by_token = by_token.kept()
     # The pairs of an expert have ascending rows.
-    order = stable_order(physical_experts.by_destination.take(expert).take(located.pair))
-    return _token_rows(key, by_token, located, located.take(order), physical_experts)
+    order = stable_order(physical_experts.by_destination.take(expert).take(by_token.pair), physical_experts.count)
+    tokens, k = expert.shape
+    return rows._replace(pairs=Pairs.sorted_by(order, tokens, k, len(physical_experts.bounds) - 1, by_token))
 
 
-def locate_sorted_pairs(
-    ids: torch.Tensor, num_experts: int, physical_expert_of: torch.Tensor | None, physical_experts: PhysicalExperts
-) -> tuple[TokenRows, npt.NDArray[np.int32]]:
-    """count_pairs and locate_rows where no pair is dropped and all destinations have the same buffer, in which rows are
-    in order of physical expert, token and k. On the CPU, with destinations that ascend.
+def locate_counted_pairs(
+    counted: CountedPairs,
+    start: npt.NDArray[np.integer] | None,
+    limit: npt.NDArray[np.integer] | None,
+    physical_experts: PhysicalExperts,
+) -> TokenRows:
+    """locate_rows of what count_pairs returned, which has sorted the pairs. On the CPU.
 
     Args:
-        ids, num_experts, physical_expert_of: as for count_pairs.
-
-    Returns:
-        The rows of pairs, and `CountedPairs.counts`.
+        start: `Groups.start`; None: all destinations have the same buffer, in which rows are in order of physical
+            expert, token and k.
+        limit: `Groups.limit`; None: no pair is dropped.
+        physical_experts: those of each rank are consecutive, as `divided` makes them.
     """
-    expert, order, counts, without = sort_by_expert(ids, num_experts, physical_expert_of, physical_experts.count)
-    row = np.empty_like(order)
-    row[order] = np.arange(-without, len(order) - without)
-    if without:
-        row = np.maximum(row, -1)
-    key, by_token = _by_token(expert.reshape(ids.shape), row, physical_experts)
-    located, pair = by_token, order
-    if without:
-        located, pair = by_token.kept(), order[without:]
-    by_row = LocatedPairs(pair, np.arange(len(pair)), physical_experts.destination_array.take(expert.take(pair)))
-    return _token_rows(key, by_token, located, by_row, physical_experts), counts
+    expert, number, pair = counted.physical_expert.numpy(), counted.counts.numpy()[:-1], counted.by_expert
+    assert pair is not None
+    ends = np.zeros(len(number) + 1, np.int64)
+    number.cumsum(out=ends[1:])
+    without = len(pair) - int(ends[-1])
+    of_pair = np.full_like(pair, -1) if without else np.empty_like(pair)
+    pair = pair[without:]
+    numbers = np.arange(len(pair))
+    row = numbers if start is None else numbers + (start - ends[:-1]).repeat(number)
+    if limit is not None and np.logical_or.reduce(number > limit):
+        kept = numbers < (ends[:-1] + limit).repeat(number)
+        dropped, pair, row = pair[~kept], pair[kept], row[kept]
+        without += len(dropped)
+        expert = expert.copy()
+        expert.reshape(-1)[dropped] = of_pair[dropped] = -1
+        np.minimum(number, limit).cumsum(out=ends[1:])
+    of_pair[pair] = row
+    rows, by_token = _by_token(expert, of_pair, physical_experts)
+    (tokens, k), bounds = expert.shape, ends.take(physical_experts.bounds).tolist()
+    return rows._replace(pairs=Pairs(tokens, k, by_token.kept() if without else by_token, pair, row, bounds))
 
 
 def _by_token(
     expert: npt.NDArray[np.int32], row: Ints, physical_experts: PhysicalExperts
-) -> tuple[npt.NDArray[np.int32], LocatedPairs]:
-    """Sort the pairs of each token by destination and k, those without an expert last; return `TokenRows.key` and all
-    pairs.
+) -> tuple[TokenRows, LocatedPairs]:
+    """Sort the pairs of each token by destination and k, those without an expert last; return the result of locating
+    rows without `pairs`, and all pairs.
 
     Args:
         expert: [T, K].
@@ -170,24 +182,6 @@ def _by_token(
         key.sort(axis=1)
     destination = key // max(k, 1)
     pair = (key - destination * k + np.arange(0, expert.size, k or 1)[:, None]).reshape(-1)
-    return key, LocatedPairs(pair, row.take(pair), destination.reshape(-1))
-
-
-def _token_rows(
-    key: npt.NDArray[np.int32],
-    by_token: LocatedPairs,
-    located: LocatedPairs,
-    by_row: LocatedPairs,
-    physical_experts: PhysicalExperts,
-) -> TokenRows:
-    """The result of locating rows on the CPU, from all pairs sorted `by_token`.
-
-    Args:
-        key: `TokenRows.key`.
-        located: the pairs of `by_token` that have a row.
-        by_row: the same by destination and row.
-    """
-    tokens, k = key.shape
-    row = by_token.row.astype(np.int32).reshape(key.shape)
-    pairs = Pairs(tokens, k, len(physical_experts.bounds) - 1, located, by_row)
-    return TokenRows(host_tensor(key), host_tensor(row), pairs)
+    row = row.take(pair)
+    rows = TokenRows(host_tensor(key), host_tensor(row.astype(np.int32).reshape(key.shape)))
+    return rows, LocatedPairs(pair, row, destination.reshape(-1))

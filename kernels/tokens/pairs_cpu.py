@@ -6,6 +6,7 @@ Indices are numpy arrays: calls on few pairs cost less in numpy than in torch.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +40,6 @@ class PairSums(NamedTuple):
     """int64 [n - m]: for each of the others, the index of the first pair of its token at its destination."""
     parts: list[PairPart]
     """All pairs by destination: the parts with first pairs, destinations ascending, then those with others."""
-    firsts: int
-    """The number of parts with first pairs."""
 
 
 class LocatedPairs(NamedTuple):
@@ -66,23 +65,31 @@ class Pairs:
     """The pairs that have a row, sorted by destination and row.
 
     Args:
-        tokens, k, destinations: T, K, W.
+        tokens, k: T, K.
         by_token: the pairs that have a row, by token, destination and k.
-        by_row: the same by destination and row.
+        pair, row: see below.
+        bounds: [W + 1]: destination d has pairs bounds[d] to bounds[d + 1] (exclusive).
 
     Attributes:
         token, pair, row: int64 [N]; pair: token * K + k.
         sizes: the number of pairs of each destination.
     """
 
-    def __init__(self, tokens: int, k: int, destinations: int, by_token: LocatedPairs, by_row: LocatedPairs) -> None:
-        self._tokens, self._k, self._destinations = tokens, max(k, 1), destinations
-        self._by_token = by_token
-        self.pair, self.row, self._of_row = by_row
-        self.token = self.pair // self._k
-        self.sizes: list[int] = np.bincount(self._of_row, minlength=destinations).tolist()
+    def __init__(
+        self, tokens: int, k: int, by_token: LocatedPairs, pair: Ints, row: Ints, bounds: Sequence[int]
+    ) -> None:
+        self._tokens, self._k, self._by_token, self._bounds = tokens, max(k, 1), by_token, bounds
+        self.pair, self.row, self.token = pair, row, pair // self._k
+        self.sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
         self._runs: list[PairRun] | None = None
         self._sums: dict[int, list[PairSums]] = {}
+
+    @classmethod
+    def sorted_by(cls, order: Ints, tokens: int, k: int, destinations: int, by_token: LocatedPairs) -> Pairs:
+        """The pairs of `by_token`, of which `order` is the order by destination and row."""
+        sizes = np.bincount(by_token.destination, minlength=destinations).tolist()
+        bounds = [*itertools.accumulate(sizes, initial=0)]
+        return cls(tokens, k, by_token, by_token.pair.take(order), by_token.row.take(order), bounds)
 
     @classmethod
     def of_rows(cls, key: npt.NDArray[np.int32], row: npt.NDArray[np.int32], destinations: int) -> Pairs:
@@ -97,23 +104,26 @@ class Pairs:
         pair = key - destination * k + np.arange(0, key.size, k or 1)[:, None]
         every = LocatedPairs(pair.reshape(-1), row.reshape(-1).astype(np.int64), destination.reshape(-1))
         by_token = every.kept()
-        order = stable_order(by_token.destination.astype(np.int64) << 32 | by_token.row)
-        return cls(tokens, k, destinations, by_token, by_token.take(order))
+        order = (by_token.destination.astype(np.int64) << 32 | by_token.row).argsort(kind="stable")
+        return cls.sorted_by(order, tokens, k, destinations, by_token)
 
     def runs(self) -> list[PairRun]:
         """All pairs in as few runs as possible: one per physical expert that this rank has rows for."""
         if self._runs is None:
-            # Equal in a run alone: between destinations it changes by more than rows and pairs do.
-            line = self.row - np.arange(len(self.row)) + (self._of_row.astype(np.int64) << 32)
-            begins = _changes(line).nonzero()[0]
-            destination, row, begin = self._of_row[begins].tolist(), self.row[begins].tolist(), begins.tolist()
-            self._runs = list(zip(destination, begin, [*begin[1:], len(line)], row, strict=False))
+            bounds, number = np.array(self._bounds), len(self.row)
+            changes = _changes(self.row - np.arange(number))
+            changes[bounds[bounds < number]] = True
+            begins = changes.nonzero()[0]
+            destination = bounds.searchsorted(begins, "right") - 1
+            begin = begins.tolist()
+            runs = zip(destination.tolist(), begin, [*begin[1:], number], self.row.take(begins).tolist(), strict=False)
+            self._runs = list(runs)
         return self._runs
 
     def parts(self) -> list[PairPart]:
         """All pairs by destination, of those that have any."""
-        ends = [0, *itertools.accumulate(self.sizes)]
-        return [(i, *bounds) for i, bounds in enumerate(itertools.pairwise(ends)) if self.sizes[i]]
+        parts = enumerate(itertools.pairwise(self._bounds))
+        return [(i, begin, end) for i, (begin, end) in parts if begin < end]
 
     def sums(self, most: int) -> list[PairSums]:
         """The pairs of each `most` consecutive tokens."""
@@ -122,7 +132,7 @@ class Pairs:
         return self._sums[most]
 
     def _new_sums(self, most: int) -> list[PairSums]:
-        (pair, row, destination), number = self._by_token, self._destinations
+        (pair, row, destination), number = self._by_token, len(self.sizes)
         token, numbers = pair // self._k, np.arange(len(pair))
         first = _changes(token * number + destination)
         # All chunks are sorted at once: by chunk, first pairs and others, destination.
@@ -132,33 +142,28 @@ class Pairs:
             chunk = token // most
             key += chunk * (2 * number)
             token -= chunk * most
-        order = stable_order(key)
+        order = stable_order(key, chunks * 2 * number)
         place = np.empty_like(order)
         place[order] = numbers
         lead = place.take(np.maximum.accumulate(numbers * first))  # a token's pairs at a destination adjoin
         token, pair, row, lead = (x.take(order) for x in (token, pair, row, lead))
-        sizes = np.bincount(key, minlength=chunks * 2 * number).reshape(chunks, 2 * number).tolist()  # of parts
+        # Where the parts of a chunk end: those with first pairs, then those with others.
+        ends = np.bincount(key, minlength=chunks * 2 * number).reshape(chunks, 2 * number).cumsum(1).tolist()
         sums, begin = [], 0
-        for of_chunk in sizes:
-            parts: list[PairPart] = []
-            firsts = at = middle = 0
-            for i, size in enumerate(of_chunk):
-                if i == number:
-                    firsts, middle = len(parts), at
-                if size:
-                    parts.append((i % number, at, at + size))
-                    at += size
-            end, middle = begin + at, begin + middle
+        for of_chunk in ends:
+            bounds = enumerate(itertools.pairwise((0, *of_chunk)))
+            parts = [(i % number, first, last) for i, (first, last) in bounds if first < last]
+            middle, end = begin + of_chunk[number - 1], begin + of_chunk[-1]
             of_pairs = torch.from_numpy(token[begin:middle]), torch.from_numpy(lead[middle:end] - begin)
-            sums.append(PairSums(pair[begin:end], row[begin:end], *of_pairs, parts, firsts))
+            sums.append(PairSums(pair[begin:end], row[begin:end], *of_pairs, parts))
             begin = end
         return sums
 
 
-def stable_order(keys: npt.NDArray[np.integer]) -> Ints:
-    """The order of numbers that are not negative; equal ones stay in theirs."""
-    few = np.maximum.reduce(keys, initial=0) < 1 << 15  # numpy sorts 16-bit numbers by radix
-    return (keys.astype(np.int16) if few else keys).argsort(kind="stable")
+def stable_order(keys: npt.NDArray[np.integer], bound: int) -> Ints:
+    """The order of numbers from 0 to `bound` (exclusive); equal ones stay in theirs."""
+    # numpy sorts 16-bit numbers by radix.
+    return (keys.astype(np.int16) if bound <= 1 << 15 else keys).argsort(kind="stable")
 
 
 def _changes(values: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:

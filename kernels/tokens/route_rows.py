@@ -25,7 +25,7 @@ from .group_rows import (
     rank_rows,
     store_groups,
 )
-from .locate_rows import check_top_k, locate_rows_cpu, store_located, tokens_at_a_time
+from .locate_rows import check_top_k, locate_counted_pairs, locate_rows_cpu, store_located, tokens_at_a_time
 from .rows import TokenRows, cdiv, power_of_two
 from .rows_cpu import host_tensor
 
@@ -135,14 +135,17 @@ def route_rows(
     if len(matrix) != ranks or pitch < width:
         raise ArgumentError(f"matrix: of shape {tuple(matrix.shape)}; allowed: ({ranks}, {width}), or more columns")
     most = check_capacities(capacity, align, expert_capacity, batched)
-    expert, place, _ = counted
+    expert = counted.physical_expert
     tokens, k = expert.shape
     check_top_k(k, ranks)
     if not runs_on(matrix.device):
         valid = error is None or not int(error)
         counts = host_tensor(matrix.numpy()[:, :width].copy()) if valid else matrix.new_zeros(ranks, width)
         groups = group_rows_cpu(counts, physical_experts, me, capacity, align, most, batched)
-        return groups, locate_rows_cpu(expert, place, groups, physical_experts), counts
+        if counted.by_expert is None:
+            return groups, locate_rows_cpu(expert, counted.place, groups, physical_experts), counts
+        start, limit = groups.start.numpy(), groups.limit.numpy()
+        return groups, locate_counted_pairs(counted, start, limit, physical_experts), counts
     counts = torch.empty((ranks, width), dtype=torch.int32, device=matrix.device)
     groups = new_groups(physical_experts, me, matrix.device)
     rows = TokenRows(torch.empty_like(expert), torch.empty_like(expert))
@@ -152,7 +155,7 @@ def route_rows(
         (programs, 1, 1), matrix.device,
         (
             matrix, groups.overflow if error is None else error, physical_experts.first, physical_experts.destination,
-            expert, place, counts, *groups, rows.key, rows.row,
+            expert, counted.place, counts, *groups, rows.key, rows.row,
         ),
         (
             pitch, ranks, physical_experts.count, me, *physical_experts.bounds[me : me + 2], align, capacity, most,

@@ -17,8 +17,8 @@ from shardweave.kernels import (
     count_pairs,
     gather_values,
     host_array,
+    locate_counted_pairs,
     locate_rows,
-    locate_sorted_pairs,
 )
 from shardweave.kernels.tokens.pairs_cpu import Pairs
 from shardweave.kernels.tokens.rows import TokenRows
@@ -74,7 +74,7 @@ def check_sums(pairs: Pairs, want: list, most: int, chunks: int, k: int) -> None
     results, known = pairs.sums(most), {tuple(pair) for pair in want}
     assert len(results) == chunks
     for chunk, sums in enumerate(results):
-        firsts = sums.parts[: sums.firsts]
+        firsts = [part for part in sums.parts if part[2] <= len(sums.token)]
         assert [of_part for of_part, _, _ in firsts] == sorted({o for o, _, t, _ in want if t // most == chunk})
         assert [0, *(end for _, _, end in sums.parts)] == [*(begin for _, begin, _ in sums.parts), len(sums.row)]
         tokens, m = (sums.token + chunk * most).tolist(), len(sums.token)
@@ -87,7 +87,7 @@ def check_sums(pairs: Pairs, want: list, most: int, chunks: int, k: int) -> None
             for at in range(begin, end):
                 t, pair, row = of_pair[at]
                 assert (destination, row, t, pair % k) in known and t == pair // k and t // most == chunk
-                if number < sums.firsts:
+                if number < len(firsts):
                     assert (destination, t) not in ks
                 else:
                     lead = int(sums.lead[at - m])
@@ -106,25 +106,43 @@ def test_sorted_pairs_are_computed_once_if_passed_on():
     assert rows.sorted_pairs(3) is rows.pairs
 
 
+@pytest.mark.parametrize("most", [None, 0, 3])
 @pytest.mark.parametrize("tokens, k, replicated", [(0, 2, False), (1, 1, True), (9, 4, False), (40, 8, True)])
-def test_one_sort_gives_the_counts_and_rows_of_all_pairs(tokens: int, k: int, replicated: bool) -> None:
+def test_rows_of_counted_pairs_are_those_of_their_places(tokens: int, k: int, replicated: bool, most: int | None):
     experts = PhysicalExperts.divided((0, 2, 2, 5, 8), torch.device("cpu"))
     rng = np.random.default_rng(tokens)
     number = 5 if replicated else 8
     table = torch.tensor(rng.choice(8, 5, replace=False), dtype=torch.int32) if replicated else None
     ids = torch.tensor(rng.integers(-2, number + 2, (tokens, k)))  # some are bad
     counted = count_pairs(ids, number, table, 8)
-    limit = counted.counts[:-1]
+    counts = counted.counts[:-1]
+    # Rows of other ranks lie between.
+    start = (counts.cumsum(0) - counts).int() + torch.tensor([0, 5, 0, 3, 3, 9, 9, 9], dtype=torch.int32)
+    limit = counts if most is None else counts.clamp(max=most)
     none = limit[:0]
-    groups = Groups((limit.cumsum(0) - limit).int(), limit, none, none, none, none, none)
-    want = locate_rows(counted.physical_expert, counted.place, groups, experts)
-    rows, counts = locate_sorted_pairs(ids, number, table, experts)
-    assert np.array_equal(counts, counted.counts.numpy())
+    want = locate_rows(counted.physical_expert, counted.place, Groups(start, limit, *[none] * 5), experts)
+    check_located(locate_counted_pairs(counted, start.numpy(), limit.numpy(), experts), want)
+
+
+def check_located(rows: TokenRows, want: TokenRows) -> None:
     assert rows.key.equal(want.key) and rows.row.equal(want.row)
-    pairs, others = rows.sorted_pairs(4), want.sorted_pairs(4)
-    assert pairs.sizes == others.sizes and pairs.runs() == others.runs()
+    # The others are sorted by their rows.
+    pairs, others = rows.sorted_pairs(4), want._replace(pairs=None).sorted_pairs(4)
+    assert pairs.sizes == others.sizes and pairs.parts() == others.parts() and pairs.runs() == others.runs()
     for name in ("token", "pair", "row"):
         assert np.array_equal(getattr(pairs, name), getattr(others, name))
+    for sums, same in zip(pairs.sums(4), others.sums(4), strict=True):
+        assert sums.parts == same.parts and sums.token.equal(same.token) and sums.lead.equal(same.lead)
+        assert np.array_equal(sums.pair, same.pair) and np.array_equal(sums.row, same.row)
+
+
+def test_without_limits_rows_follow_each_other() -> None:
+    experts = PhysicalExperts.divided((0, 2, 2, 5, 8), torch.device("cpu"))
+    counted = count_pairs(torch.randint(-1, 8, (9, 4)), 8)
+    counts = counted.counts[:-1]
+    groups = Groups((counts.cumsum(0) - counts).int(), counts, *[counts[:0]] * 5)
+    want = locate_rows(counted.physical_expert, counted.place, groups, experts)
+    check_located(locate_counted_pairs(counted, None, None, experts), want)
 
 
 @pytest.fixture(params=[1, 2])
@@ -139,7 +157,7 @@ def threads(request):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_in_parts_are_read_as_those_of_one_buffer(dtype: torch.dtype) -> None:
     experts = PhysicalExperts.divided((0, 2, 2, 5, 8), torch.device("cpu"))
-    rows, _ = locate_sorted_pairs(torch.randint(-1, 8, (9, 4)), 8, None, experts)
+    rows = locate_counted_pairs(count_pairs(torch.randint(-1, 8, (9, 4)), 8), None, None, experts)
     sizes = rows.sorted_pairs(4).sizes
     for buffer in (torch.randn(sum(sizes), 5).to(dtype), torch.randn(sum(sizes))):
         parts = RowsInParts([host_array(part.clone()) for part in buffer.split(sizes)], buffer.dtype)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....kernels import Groups, RowsInParts, TokenRows, host_array, host_tensor, locate_sorted_pairs
+from ....kernels import Groups, RowsInParts, TokenRows, host_array, host_tensor, locate_counted_pairs
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord, Tokens, chunk_sizes
 from .base import DISPATCH, Delivery, Read, Steps, copied
@@ -59,9 +59,9 @@ class OneExchangeTransfer(SendRecvTransfer):
         config = self.config
         if record is not None or config.active_ranks is not None:
             return (yield from super().dispatch(tokens, outs, record))
-        of_pairs, counts = locate_sorted_pairs(
-            tokens.ids, config.num_experts, self._physical_expert_of, self.physical_experts
-        )
+        counted = self._count(tokens.ids)
+        counts = counted.counts.numpy()
+        of_pairs = locate_counted_pairs(counted, None, None, self.physical_experts)
         sends = of_pairs.sorted_pairs(config.ranks).sizes
         sent = self._packed_messages(sends, _sources(of_pairs, config.ranks, tokens.x, tokens.weights), counts)
         arrived = yield from self._exchange_messages(DISPATCH, sent, self._largest_message)

@@ -81,7 +81,7 @@ class TokenPlaces(CountsOfAll, FittingRows):
 
     def _sent(self, tokens: Tokens, counted: CountedPairs, groups: Groups) -> tuple[Sent, torch.Tensor]:
         """Return what this rank sends to other nodes, and `Forwards.receives`."""
-        expert, place, _ = counted
+        expert, place = counted.physical_expert, counted.place
         has_row = (expert >= 0) & (place < groups.limit[expert.clamp(min=0).long()])
         sends, receives = (sizes.clone() for sizes in self._tokens_of_all)
         token, node = self._placed(self._tokens_by_node(expert, has_row))

@@ -107,7 +107,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
     ) -> Steps[tuple[DispatchRecord, Sent, torch.Tensor]]:
         """Return the record without `forwards`, what this rank sends, and the tokens from each source."""
         record = self._record(counted, matrix, row_weights)
-        expert, place, _ = counted
+        expert, place = counted.physical_expert, counted.place
         at = expert.clamp(min=0).long()
         kept = (expert >= 0) & (place < record.groups.limit[at])
         sent, sizes = self._sent(tokens, expert, kept)

@@ -122,7 +122,8 @@ class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
         self, tokens: Tokens, shared: _Counts, row_weights: torch.Tensor
     ) -> tuple[DispatchRecord, Sent, torch.Tensor, Forwarding]:
         """Return the same as `_routed`."""
-        (expert, place, _), matrix, by_node, numbers = shared
+        counted, matrix, by_node, numbers = shared
+        expert, place = counted.physical_expert, counted.place
         c = self.config
         groups = self._grouped(matrix, self.physical_experts)
         kept = self._kept(matrix)
