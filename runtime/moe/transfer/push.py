@@ -100,7 +100,7 @@ class PushTransfer(TokenTransfer):
         address, held = transport.offer(own)
         replies = yield self._barrier(operation, address)
         theirs = {peer: transport.offered(reply, number) for peer, reply in zip(self.peers, replies, strict=True)}
-        here = [transport.address(tensor) for tensor in own]
+        here = transport.offered(address, number)
         in_order = [theirs.get(rank, here) for rank in self._among]
         self._held = held  # until peers have read it, which they have at the next call
         by_buffer = zip(*in_order, strict=True)

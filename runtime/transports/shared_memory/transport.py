@@ -37,6 +37,7 @@ from .segments import (
 from .tensors import MAX_SEGMENTS, SharedPool
 
 Address = tuple[int, int, int]  # rank, segment, offset
+Offer = Address | tuple[int, int, int, int, int]  # of two buffers: followed by segment and offset of the second
 
 # The control page of a rank, in 8-byte words, which only this rank writes. It has a slot for each peer and parity of
 # the barrier's number. The number is stored last (x86-64 keeps stores in order), so that a reader of it sees the rest.
@@ -44,8 +45,9 @@ _FAILED, _SLEEPS_FOR, _CALL = 0, 1, 2
 _DIRECTORY = 8
 _SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
 _SLOT_WORDS = 8
-_NUMBER, _FINGERPRINT, _SEGMENT, _OFFSET = range(4)
+_NUMBER, _FINGERPRINT, _SEGMENT, _OFFSET, _SECOND_OFFSET = range(5)
 _NO_SEGMENT = MAX_SEGMENTS
+_SECOND_SEGMENT = 16  # the bit of `_SEGMENT` at which the second one's number begins, plus 1; 0: there is none
 _NO_BUFFER: Address = (0, _NO_SEGMENT, 0)
 _REFUSED = 0  # in place of a fingerprint
 _EAGER_POLLS = 50
@@ -212,10 +214,14 @@ class SharedMemoryTransport:
         opened = self._opened[address, nbytes] = whole[offset : offset + nbytes]
         return opened
 
-    def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Address, object]:
+    def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Offer, object]:
         if len(buffers) == 1:
             (buffer,) = buffers
             return _NO_BUFFER if buffer is None else self.address(buffer), buffer
+        if len(buffers) == 2:
+            first, second = buffers
+            if first is not None and second is not None:
+                return self.address(first) + self.address(second)[1:], first
         table = self._pool.empty((len(buffers), 2), torch.int64)
         words = _words(table, len(buffers))
         for i, buffer in enumerate(buffers):
@@ -223,7 +229,9 @@ class SharedMemoryTransport:
                 _, words[2 * i], words[2 * i + 1] = self.address(buffer)
         return self.address(table), table
 
-    def offered(self, address: Address, number: int) -> list[Address]:
+    def offered(self, address: Offer, number: int) -> list[Address]:
+        if len(address) == 5:
+            return [address[:3], (address[0], *address[3:])]
         if number == 1:
             return [address]
         # Read by the host: an address table of the transport, no values of a user's tensor.
@@ -233,11 +241,11 @@ class SharedMemoryTransport:
     def receive_buffers(self, ranks: tuple[int, ...]) -> ReceiveBuffers:
         return self._receive_buffers.setdefault(ranks, ReceiveBuffers(self._pool.allocator))
 
-    def answer(self, request: CommRequest) -> list[Address | None]:
+    def answer(self, request: CommRequest) -> list[Offer | None]:
         assert isinstance(request, Barrier)
         return self._wait_all(self._arrive(request), request.fingerprint)
 
-    def begin(self, request: CommRequest) -> Callable[[], list[Address | None]]:
+    def begin(self, request: CommRequest) -> Callable[[], list[Offer | None]]:
         """Start a barrier. The returned function waits for the peers and returns their addresses."""
         assert isinstance(request, Barrier)
         return partial(self._wait_all, self._arrive(request), request.fingerprint)
@@ -279,10 +287,12 @@ class SharedMemoryTransport:
                 late.append((peer.rank, number))
         return late
 
-    def _notify(self, peers: list[_Peer], fingerprint: int, offer: Address) -> None:
+    def _notify(self, peers: list[_Peer], fingerprint: int, offer: Offer) -> None:
         """Notify peers that this rank has arrived at the next barrier with them."""
         page, me = self._page, self.rank + 1
-        _, segment, offset = offer
+        segment, offset, second_offset = offer[1], offer[2], 0
+        if len(offer) == 5:
+            segment, second_offset = segment | (offer[3] + 1) << _SECOND_SEGMENT, offer[4]
         for peer in peers:
             if not peer.awaited:
                 # There are two slots: the peer has read the one to overwrite only when it arrives at the last barrier.
@@ -293,6 +303,7 @@ class SharedMemoryTransport:
             page[slot + _FINGERPRINT] = fingerprint
             page[slot + _SEGMENT] = segment
             page[slot + _OFFSET] = offset
+            page[slot + _SECOND_OFFSET] = second_offset
             page[slot + _NUMBER] = number
             if peer.page[_SLEEPS_FOR] == me:
                 wake(self._control.address + 8 * slot)
@@ -304,9 +315,9 @@ class SharedMemoryTransport:
             request.during_wait()
         return peers
 
-    def _wait_all(self, peers: list[_Peer], fingerprint: int) -> list[Address | None]:
-        """Wait for peers at the current barrier. Returns the addresses that they offer."""
-        addresses: list[Address | None] = []
+    def _wait_all(self, peers: list[_Peer], fingerprint: int) -> list[Offer | None]:
+        """Wait for peers at the current barrier. Returns what they offer."""
+        offers: list[Offer | None] = []
         for peer in peers:
             number, theirs = peer.barriers, peer.page
             slot = self._slots[number & 1]
@@ -324,8 +335,14 @@ class SharedMemoryTransport:
             if theirs[slot + _FINGERPRINT] != fingerprint:
                 self._check_fingerprint(peer, fingerprint)
             segment = theirs[slot + _SEGMENT]
-            addresses.append(None if segment == _NO_SEGMENT else (peer.rank, segment, theirs[slot + _OFFSET]))
-        return addresses
+            if segment == _NO_SEGMENT:
+                offers.append(None)
+            elif segment < _NO_SEGMENT:
+                offers.append((peer.rank, segment, theirs[slot + _OFFSET]))
+            else:
+                first, second = segment & ((1 << _SECOND_SEGMENT) - 1), (segment >> _SECOND_SEGMENT) - 1
+                offers.append((peer.rank, first, theirs[slot + _OFFSET], second, theirs[slot + _SECOND_OFFSET]))
+        return offers
 
     def _check_fingerprint(self, peer: _Peer, fingerprint: int) -> None:
         """
