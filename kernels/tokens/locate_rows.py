@@ -122,12 +122,13 @@ def locate_rows_cpu(
     expert, at, start, limit = (x.numpy() for x in (physical_expert, place, groups.start, groups.limit))
     kept = (expert >= 0) & (at < limit.take(expert))  # without an expert: the last one's limit, to no effect
     row, expert = np.where(kept, start.take(expert) + at, -1), np.where(kept, expert, -1)
-    rows, by_token = _by_token(expert, row.astype(np.int64), physical_experts)
-    by_token = by_token.kept()
+    key, by_token = _by_token(expert, row.astype(np.int64), physical_experts)
+    located = by_token.kept()
     # The pairs of an expert have ascending rows.
-    order = stable_order(physical_experts.by_destination.take(expert).take(by_token.pair), physical_experts.count)
+    order = stable_order(physical_experts.by_destination.take(expert).take(located.pair), physical_experts.count)
     tokens, k = expert.shape
-    return rows._replace(pairs=Pairs.sorted_by(order, tokens, k, len(physical_experts.bounds) - 1, by_token))
+    pairs = Pairs.sorted_by(order, tokens, k, len(physical_experts.bounds) - 1, located)
+    return _token_rows(key, by_token, pairs)
 
 
 def locate_counted_pairs(
@@ -161,16 +162,17 @@ def locate_counted_pairs(
         expert.reshape(-1)[dropped] = of_pair[dropped] = -1
         np.minimum(number, limit).cumsum(out=ends[1:])
     of_pair[pair] = row
-    rows, by_token = _by_token(expert, of_pair, physical_experts)
+    key, by_token = _by_token(expert, of_pair, physical_experts)
     (tokens, k), bounds = expert.shape, ends.take(physical_experts.bounds).tolist()
-    return rows._replace(pairs=Pairs(tokens, k, by_token.kept() if without else by_token, pair, row, bounds))
+    pairs = Pairs(tokens, k, by_token.kept() if without else by_token, pair, row, bounds)
+    return _token_rows(key, by_token, pairs)
 
 
 def _by_token(
     expert: npt.NDArray[np.int32], row: Ints, physical_experts: PhysicalExperts
-) -> tuple[TokenRows, LocatedPairs]:
-    """Sort the pairs of each token by destination and k, those without an expert last; return the result of locating
-    rows without `pairs`, and all pairs.
+) -> tuple[npt.NDArray[np.int32], LocatedPairs]:
+    """Sort the pairs of each token by destination and k, those without an expert last; return `TokenRows.key` and all
+    pairs.
 
     Args:
         expert: [T, K].
@@ -182,6 +184,10 @@ def _by_token(
         key.sort(axis=1)
     destination = key // max(k, 1)
     pair = (key - destination * k + np.arange(0, expert.size, k or 1)[:, None]).reshape(-1)
-    row = row.take(pair)
-    rows = TokenRows(host_tensor(key), host_tensor(row.astype(np.int32).reshape(key.shape)))
-    return rows, LocatedPairs(pair, row, destination.reshape(-1))
+    return key, LocatedPairs(pair, row.take(pair), destination.reshape(-1))
+
+
+def _token_rows(key: npt.NDArray[np.int32], by_token: LocatedPairs, pairs: Pairs) -> TokenRows:
+    """The result of locating rows on the CPU; `by_token`: all pairs."""
+    row = by_token.row.astype(np.int32).reshape(key.shape)
+    return TokenRows(host_tensor(key), host_tensor(row), pairs)

@@ -323,7 +323,7 @@ def push_rows_cpu(
     """push_rows on the CPU: one copy per run of rows, or of all rows of a destination if runs are short."""
     pairs, given = rows.sorted_pairs(len(buffers)), HostRows(x)
     targets = buffers.host_rows()
-    if x.shape[1] * x.itemsize * len(pairs.row) < SHORT_RUN * len(groups.limit):  # a run of each physical expert
+    if x.shape[1] * x.itemsize * len(pairs.row) < SHORT_RUN * groups.limit.shape[0]:  # a run of each physical expert
         for destination, begin, end in pairs.parts():
             targets[destination].put(given, pairs.token[begin:end], pairs.row[begin:end])
     else:

@@ -132,7 +132,7 @@ def route_rows(
     if matrix.dim() != 2 or matrix.dtype is not torch.int32 or not matrix.is_contiguous():
         raise ArgumentError(f"matrix: {matrix.dtype} of shape {tuple(matrix.shape)}; allowed: contiguous int32 [W, C]")
     pitch = matrix.shape[1]
-    if len(matrix) != ranks or pitch < width:
+    if matrix.shape[0] != ranks or pitch < width:
         raise ArgumentError(f"matrix: of shape {tuple(matrix.shape)}; allowed: ({ranks}, {width}), or more columns")
     most = check_capacities(capacity, align, expert_capacity, batched)
     expert = counted.physical_expert
