@@ -56,10 +56,10 @@ class Tokens:
 
 
 def shapes(scale: str) -> list[Tokens]:
-    sizes = {"full": ((16, 1024), (128, 1024), (1024, 1024), (4096, 1024)), "quick": ((16, 1024), (512, 1024))}
+    sizes = {"full": (16, 128, 512, 1024, 4096), "quick": (16, 512)}.get(scale, (5,))
     return [
-        Tokens(tokens, hidden, backward)
-        for tokens, hidden in sizes.get(scale, ((5, 8),))
+        Tokens(tokens, 8 if scale == "dry" else 1024, backward)
+        for tokens in sizes
         for backward in (False, True)
         if tokens != 16 or not backward  # a decoder has no gradients
     ]
