@@ -51,18 +51,15 @@ from shardweave.runtime import (
     ExpertParallel,
     FSDPAllGather,
     FSDPReduceScatter,
-    LoadPlanner,
     PendingTokens,
     PoolMemory,
     RoutedTokens,
-    SavePlanner,
     TokenDispatcher,
     TokenLoad,
     VirtualTokenDispatcher,
     adapt_fsdp,
     balance_experts,
     bind,
-    checkpointable_tensor,
     dump_flight_records,
     empty_cache,
     explain,
@@ -94,13 +91,12 @@ from shardweave.runtime import (
 )
 
 if TYPE_CHECKING:
+    from shardweave.runtime import LoadPlanner, SavePlanner, TorchtitanDispatcher, checkpointable_tensor
     from shardweave.runtime import TokenSwitch as TokenSwitch
-    from shardweave.runtime import TorchtitanDispatcher
 else:
 
     def __getattr__(name: str) -> Any:
-        """Return what is imported when it is first used: it needs torchtitan, or torch 2.15."""
-        if name in ("TokenSwitch", "TorchtitanDispatcher"):
+        if name in runtime.IMPORTED_ON_USE:
             return getattr(runtime, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .dtensor.batch import redistribute_batch
-from .dtensor.distributed_checkpoint import LoadPlanner, SavePlanner, checkpointable_tensor
 from .dtensor.drop_in import redistribute_local_tensor
 from .dtensor.fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_fsdp
 from .dtensor.install import install, installed, is_installed, uninstall
@@ -33,21 +33,25 @@ from .transports.in_process import InProcessTransport
 from .transports.shared_memory.pool_controls import PoolMemory, empty_cache, pool_memory, set_pool_limit
 
 if TYPE_CHECKING:
+    from .dtensor.distributed_checkpoint import LoadPlanner, SavePlanner, checkpointable_tensor
     from .moe.switch.token_switch import TokenSwitch as TokenSwitch
     from .moe.torchtitan import TorchtitanDispatcher
 else:
+    IMPORTED_ON_USE = {
+        "LoadPlanner": ".dtensor.distributed_checkpoint",
+        "SavePlanner": ".dtensor.distributed_checkpoint",
+        "TokenSwitch": ".moe.switch.token_switch",
+        "TorchtitanDispatcher": ".moe.torchtitan",
+        "checkpointable_tensor": ".dtensor.distributed_checkpoint",
+    }
+    """The module of each name that is imported when it is first used: it imports torch.distributed.checkpoint, which
+    takes as long as half of shardweave, or torchtitan, or it needs torch 2.15. TokenSwitch is not in `__all__`."""
 
     def __getattr__(name: str) -> Any:
-        """Import TorchtitanDispatcher, which imports torchtitan, and TokenSwitch, which needs torch 2.15, on first use.
-        TokenSwitch is not in `__all__`."""
-        if name == "TorchtitanDispatcher":
-            from .moe.torchtitan import TorchtitanDispatcher
-
-            return TorchtitanDispatcher
-        if name != "TokenSwitch":
+        if name not in IMPORTED_ON_USE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            from .moe.switch.token_switch import TokenSwitch
+            found = getattr(import_module(IMPORTED_ON_USE[name], __name__), name)
         except ImportError as error:
             if error.name != "torch.distributed._token_switch":
                 raise
@@ -56,7 +60,8 @@ else:
             raise AttributeError(
                 f"TokenSwitch: torch is {torch.__version__}; allowed: 2.15 or newer, for {error.name}"
             ) from error
-        return TokenSwitch
+        globals()[name] = found
+        return found
 
 
 __all__ = [

@@ -13,6 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Orders, Topology, held_sizes, whole_numbers
+from ..constant_when_traced import constant_when_traced
 from ..convert_specs import check_dtype_argument, layout_of_spec, normalize_placements
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
@@ -130,7 +131,7 @@ def redistribute(
         raise
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _count_traced(ignored: list[str]) -> None:
     """Count a call while torch.compile traces, and the arguments that have no effect, without changing the graph."""
     stats().ignored.update(ignored)

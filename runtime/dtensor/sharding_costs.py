@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 
 import torch.distributed.tensor._collective_utils as torch_costs
-import torch.distributed.tensor.debug as torch_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ... import planner
@@ -103,4 +102,7 @@ def set_cost_topology(topology: planner.Topology | None) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor") and vars(module).get(_NAME) is before:
             setattr(module, _NAME, after)
-    torch_debug._clear_sharding_prop_cache()
+    # Imports dynamo and inductor, which take as long as DTensor itself.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()

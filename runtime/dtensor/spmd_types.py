@@ -23,6 +23,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Mesh
+from ..constant_when_traced import constant_when_traced
 from ..executor.dispatch_modes import active_modes, note_decision, why_not_under
 from ..statistics import count_delegation, stats
 from . import redistribute_options
@@ -276,7 +277,7 @@ def _why_not(request: _Collective, mesh: Mesh, options: RedistributeOptions) -> 
     return backend_obstacle(request.x.device)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _count_traced() -> None:
     """Count a call while torch.compile traces, without adding anything to the graph."""
     stats().delegations["torch.compile is tracing"] += 1

@@ -6,6 +6,8 @@ When a new release of torch fails this test, the entry says what to look at.
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from shardweave.runtime.constant_when_traced import constant_when_traced
 
 pytestmark = pytest.mark.plan
 
@@ -135,6 +139,31 @@ def test_private_name_exists(name: str, breaks: str) -> None:
         if "_cuda_" in name and not torch.cuda.is_available():
             pytest.skip("torch is built without CUDA")
         pytest.fail(f"torch {torch.__version__} has no {name}; without it fails: {breaks}; {error}")
+
+
+def test_marks_a_function_as_torch_does() -> None:
+    def one() -> None: ...
+    def other() -> None: ...
+
+    assert vars(constant_when_traced(one)) == vars(torch.compiler.assume_constant_result(other)) != {}
+
+
+def test_import_is_of_torch_itself_and_of_dtensor() -> None:
+    """What takes long to import is imported by what uses it."""
+    script = """if True:
+        import sys
+        import torch.distributed.fsdp, torch.distributed.tensor, torch.utils.checkpoint
+        before = set(sys.modules)
+        import shardweave
+        print(*sorted(set(sys.modules) - before), sep=chr(10))
+        for name in ("SavePlanner", "LoadPlanner", "checkpointable_tensor"):
+            assert getattr(shardweave, name) is getattr(shardweave.runtime, name)
+        """
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    imported = result.stdout.split()
+    assert "shardweave.runtime.moe.dispatcher" in imported
+    heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.elastic", "sympy")
+    assert not [name for name in imported if name.startswith(heavy)]
 
 
 def test_private_attributes_of_dtensor(tmp_path: Path) -> None:
