@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
@@ -155,6 +156,7 @@ def supervise(
         dist.destroy_process_group()
 
     on_output = on_output or _show
+    import_module("torch.distributed.tensor.debug")  # whose imports are those of the first DTensor, once for all ranks
     sys.stdout.flush()
     sys.stderr.flush()
     ranks = [_Rank(rank, body) for rank in range(size)]

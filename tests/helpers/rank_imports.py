@@ -9,6 +9,8 @@ import os
 gc.disable()
 for _name in (
     "torch.distributed.tensor",
+    "torch.distributed.tensor.debug",  # whose imports are those of the first DTensor of a process
+    "torch.distributed.checkpoint",
     "shardweave",
     "numpy.ma",  # which np.unique imports when it is first called
     *filter(None, os.environ.pop("SHARDWEAVE_TEST_RANK_MODULES").split(",")),

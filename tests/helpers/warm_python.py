@@ -33,7 +33,13 @@ from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any, NoReturn
 
-_PRELOADED = ("torch.distributed.tensor", "shardweave", "pytest")
+_PRELOADED = (
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.debug",  # whose imports are those of the first DTensor of a process
+    "torch.distributed.checkpoint",
+    "shardweave",
+    "pytest",
+)
 _SESSION = "SHARDWEAVE_TEST_SESSION"
 
 
