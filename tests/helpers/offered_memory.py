@@ -33,7 +33,8 @@ class OfferedMemory:
     def __init__(self) -> None:
         self.freed: list[str] = []
         self._by_table: dict[tuple[int, Any], list[Range]] = {}
-        """By transport and address of the table of an offer, of which the first is that of the table."""
+        """By transport and address of an offer: the ranges of its table, or again of its first buffer where there is no
+        table, and of its buffers."""
         self._in_use: dict[_Group, list[Range]] = defaultdict(list)
 
     def watch(self) -> None:
@@ -43,7 +44,8 @@ class OfferedMemory:
 
         def watched_offer(transport: SharedMemoryTransport, buffers: Any) -> Any:
             address, held = offer(transport, buffers)
-            offered = [held, *(x for x in buffers if x is not None)]
+            given = [x for x in buffers if x is not None]
+            offered = [held, *given] if held is not None else [*given[:1], *given]
             self._by_table[id(transport), address] = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in offered]
             return address, held
 

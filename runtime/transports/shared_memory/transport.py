@@ -217,11 +217,11 @@ class SharedMemoryTransport:
     def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Offer, object]:
         if len(buffers) == 1:
             (buffer,) = buffers
-            return _NO_BUFFER if buffer is None else self.address(buffer), buffer
+            return _NO_BUFFER if buffer is None else self.address(buffer), None
         if len(buffers) == 2:
             first, second = buffers
             if first is not None and second is not None:
-                return self.address(first) + self.address(second)[1:], first
+                return self.address(first) + self.address(second)[1:], None
         table = self._pool.empty((len(buffers), 2), torch.int64)
         words = _words(table, len(buffers))
         for i, buffer in enumerate(buffers):

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardweave.errors import CapacityError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+from shardweave.runtime.transports.shared_memory.pool_controls import pool_memory
 from shardweave.runtime.transports.shared_memory.segments import Segment, bytes_of, open_segment
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport
 
@@ -167,6 +168,31 @@ def test_processes_equal_virtual_ranks(size):
                 assert beside == twos[rank]
                 assert gradient == [[3.0] * 8, [3.0] * 8, [0.0] * 8, [3.0] * 8]
                 assert text == by_rank[0][0][3] and "2 rows exceeded the capacity" in text
+
+
+def memory_left(rank: int) -> list[int]:
+    """Bytes in use after a dispatch whose rows are gone, after a combine whose input is gone, and after backward."""
+    before = pool_memory().allocated
+    d = TokenDispatcher(num_experts=4, top_k=2, hidden=1024, max_tokens=512, dtype=torch.float32)
+    x, ids, weights = torch.randn(512, 1024), torch.randint(0, 4, (512, 2)), torch.rand(512, 2)
+    d.dispatch(x, ids, weights)
+    left = [pool_memory().allocated]
+    routed = d.dispatch(x, ids, weights)
+    y = d.combine(routed.output_buffer().fill_(1.0), routed)
+    del routed
+    left.append(pool_memory().allocated - y.nbytes)
+    routed = d.dispatch(leaf(x), ids, leaf(weights))
+    d.combine(routed.x * 2, routed).backward(x)
+    del routed, y
+    left.append(pool_memory().allocated)
+    return [nbytes - before for nbytes in left]
+
+
+@pytest.mark.multi
+def test_memory_is_free_when_results_are_gone():
+    """Before the next call: peers have read it when a call returns."""
+    for left in run_ranks(memory_left, 2):
+        assert max(left) < 1 << 20, left  # rows take 8 MiB, sums 2; smaller pieces are kept for the next call
 
 
 def test_buffers_are_writable_after_inference_mode():
