@@ -125,8 +125,8 @@ def locate_rows_cpu(
     key, by_token = _by_token(expert, row.astype(np.int64), physical_experts)
     located = by_token.kept()
     # The pairs of an expert have ascending rows.
-    order = stable_order(physical_experts.by_destination.take(expert).take(located.pair), physical_experts.count)
-    tokens, k = expert.shape
+    (tokens, k), numbers = expert.shape, physical_experts.by_destination
+    order = stable_order(numbers.take(expert).take(located.pair), len(numbers))
     pairs = Pairs.sorted_by(order, tokens, k, len(physical_experts.bounds) - 1, located)
     return _token_rows(key, by_token, pairs)
 

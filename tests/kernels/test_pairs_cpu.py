@@ -136,6 +136,19 @@ def check_located(rows: TokenRows, want: TokenRows) -> None:
         assert np.array_equal(sums.pair, same.pair) and np.array_equal(sums.row, same.row)
 
 
+def test_experts_of_many_sources_are_more_than_16_bits_have() -> None:
+    """As those of two levels, where the experts of each source count as others, and destinations do not ascend."""
+    number = 70_000
+    destination = torch.arange(number, dtype=torch.int32) % 2
+    experts = PhysicalExperts((0, 1, 2), destination, torch.zeros_like(destination))
+    expert = torch.randperm(number, dtype=torch.int32)[:240].view(60, 4)
+    start, limit = torch.arange(number, dtype=torch.int32) // 2, torch.ones(number, dtype=torch.int32)
+    rows = locate_rows(expert, torch.zeros_like(expert), Groups(start, limit, *[limit[:0]] * 5), experts)
+    assert rows.row.equal(start[expert.gather(1, rows.key.long() % 4)])
+    pairs, others = rows.sorted_pairs(2), rows._replace(pairs=None).sorted_pairs(2)
+    assert np.array_equal(pairs.pair, others.pair) and np.array_equal(pairs.row, others.row)
+
+
 def test_without_limits_rows_follow_each_other() -> None:
     experts = PhysicalExperts.divided((0, 2, 2, 5, 8), torch.device("cpu"))
     counted = count_pairs(torch.randint(-1, 8, (9, 4)), 8)
