@@ -102,7 +102,7 @@ def set_cost_topology(topology: planner.Topology | None) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor") and vars(module).get(_NAME) is before:
             setattr(module, _NAME, after)
-    # Imports dynamo and inductor, which take as long as DTensor itself.
+    # Not imported with this file, since it imports dynamo and inductor, which take as long as DTensor itself.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()

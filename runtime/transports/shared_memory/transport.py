@@ -37,7 +37,7 @@ from .segments import (
 from .tensors import MAX_SEGMENTS, SharedPool
 
 Address = tuple[int, int, int]  # rank, segment, offset
-Offer = Address | tuple[int, int, int, int, int]  # of two buffers: followed by segment and offset of the second
+Offer = Address | tuple[int, int, int, int, int]  # of two buffers: then the segment and offset of the second
 
 # The control page of a rank, in 8-byte words, which only this rank writes. It has a slot for each peer and parity of
 # the barrier's number. The number is stored last (x86-64 keeps stores in order), so that a reader of it sees the rest.
@@ -47,7 +47,7 @@ _SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
 _SLOT_WORDS = 8
 _NUMBER, _FINGERPRINT, _SEGMENT, _OFFSET, _SECOND_OFFSET = range(5)
 _NO_SEGMENT = MAX_SEGMENTS
-_SECOND_SEGMENT = 16  # the bit of `_SEGMENT` at which the second one's number begins, plus 1; 0: there is none
+_SECOND_SEGMENT = 16  # from this bit on `_SEGMENT` has the segment of a second buffer, plus 1; 0: there is none
 _NO_BUFFER: Address = (0, _NO_SEGMENT, 0)
 _REFUSED = 0  # in place of a fingerprint
 _EAGER_POLLS = 50
