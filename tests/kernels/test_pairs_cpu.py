@@ -131,6 +131,9 @@ def check_located(rows: TokenRows, want: TokenRows) -> None:
     assert pairs.sizes == others.sizes and pairs.parts() == others.parts() and pairs.runs() == others.runs()
     for name in ("token", "pair", "row"):
         assert np.array_equal(getattr(pairs, name), getattr(others, name))
+    k = rows.key.shape[1]
+    places = zip(rows.key.flatten().tolist(), rows.row.flatten().tolist(), strict=True)
+    check_runs(pairs, sorted((key // k, row) for key, row in places if row >= 0))
     for sums, same in zip(pairs.sums(4), others.sums(4), strict=True):
         assert sums.parts == same.parts and sums.token.equal(same.token) and sums.lead.equal(same.lead)
         assert np.array_equal(sums.pair, same.pair) and np.array_equal(sums.row, same.row)
