@@ -96,6 +96,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
+        """Return what the runtime imports when it is first used."""
         if name in runtime.IMPORTED_ON_USE:
             return getattr(runtime, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

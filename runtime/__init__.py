@@ -63,6 +63,9 @@ else:
         globals()[name] = found
         return found
 
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "BalancedExperts",

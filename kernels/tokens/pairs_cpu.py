@@ -39,7 +39,8 @@ class PairSums(NamedTuple):
     lead: torch.Tensor
     """int64 [n - m]: for each of the others, the index of the first pair of its token at its destination."""
     parts: list[PairPart]
-    """All pairs by destination: the parts with first pairs, destinations ascending, then those with others."""
+    """All pairs by destination: the parts with first pairs, destinations ascending, the last of which ends at m, then
+    those with others."""
 
 
 class LocatedPairs(NamedTuple):

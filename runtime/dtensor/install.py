@@ -21,7 +21,7 @@ from . import observer, redistribute_options
 from .autograd import RedistributeReplacement
 from .drop_in import redistribute_local_tensor
 from .redistribute_options import RedistributeOptions, install_options, set_default
-from .sharding_costs import set_cost_topology
+from .sharding_costs import cache_clearer, set_cost_topology
 from .spmd_types import bind_spmd_types
 
 _REPLACEMENTS: dict[str, Any] = {
@@ -144,6 +144,8 @@ def _apply(options: RedistributeOptions | None) -> None:
     if options is not None:
         _warn_of_versions()
         publish_settings()  # makes the transports, which raises for variables with values that are not allowed
+        if options.costs:
+            cache_clearer()  # raises where torch lacks it
     was_installed = is_installed()
     bind_spmd_types(options is not None and options.spmd_types)
     bind_replacements(options is not None)

@@ -13,7 +13,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Orders, Topology, held_sizes, whole_numbers
-from ..constant_when_traced import constant_when_traced
 from ..convert_specs import check_dtype_argument, layout_of_spec, normalize_placements
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
@@ -21,6 +20,7 @@ from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..statistics import stats
 from . import observer
 from .autograd import RedistributeArgs, redistribute_forward, redistribute_with_gradient, same_layout, with_dtype
+from .constant_when_traced import constant_when_traced
 from .install import is_installed
 from .local import (
     bind_redistribution,

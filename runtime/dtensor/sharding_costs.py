@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 
 import torch.distributed.tensor._collective_utils as torch_costs
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -85,6 +86,15 @@ def _cost_of(current: DTensorSpec, target: DTensorSpec) -> float:
     return cost if planner.communicates(change, shape) else 0.0
 
 
+@cache
+def cache_clearer() -> Callable[[], None]:
+    """torch's function that clears DTensor's sharding propagation cache. Its module imports dynamo and inductor, which
+    takes as long as importing DTensor, so it is imported when it is first needed."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    return _clear_sharding_prop_cache
+
+
 def set_cost_topology(topology: planner.Topology | None) -> None:
     """Use shardweave's costs on a topology, or torch's for None, in every module of torch that binds the function.
 
@@ -93,6 +103,7 @@ def set_cost_topology(topology: planner.Topology | None) -> None:
     global _topology
     if topology == _topology:
         return
+    clear_cache = cache_clearer()
     _topology = topology
     _costs.clear()
     before, after = stock_redistribute_cost, redistribute_cost
@@ -102,7 +113,4 @@ def set_cost_topology(topology: planner.Topology | None) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor") and vars(module).get(_NAME) is before:
             setattr(module, _NAME, after)
-    # Not imported with this file, since it imports dynamo and inductor, which take as long as DTensor itself.
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
+    clear_cache()

@@ -23,10 +23,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Mesh
-from ..constant_when_traced import constant_when_traced
 from ..executor.dispatch_modes import active_modes, note_decision, why_not_under
 from ..statistics import count_delegation, stats
 from . import redistribute_options
+from .constant_when_traced import constant_when_traced
 from .drop_in import SMALL, backend_obstacle, level_of_reason, why_not_plain
 from .local import is_in
 from .plain_calls import mesh_of_group, redistribute_plain

@@ -79,7 +79,7 @@ class OneSidedRound(_Round):
             own()
         if transfer is not None:
             yield AwaitTransfer(started)
-        del offered  # every peer has read it
+        del offered  # every peer has read the table, if there was one
         for i, step in self.steps.items():
             messages = None if received is None else received.view(step.dtype)
             xs[i] = step.finish(xs[i], receive_buffers[i], step.output(receive_buffers[i]), messages)

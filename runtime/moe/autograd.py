@@ -30,10 +30,10 @@ def copied_weights(weights: torch.Tensor) -> torch.Tensor:
     """Return float32 weights in memory of their own: combine reads them when the caller may have written others. They
     require gradients where `weights` do, also without gradients enabled, so that a combine with gradients is refused.
     """
-    copied = weights.clone() if weights.dtype is torch.float32 else weights.float()
-    if weights.requires_grad and not copied.requires_grad and not torch.compiler.is_compiling():
-        return copied if copied.is_inference() else copied.requires_grad_()
-    return copied
+    if weights.requires_grad and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        with torch.enable_grad():
+            return copied_weights(weights)
+    return weights.clone() if weights.dtype is torch.float32 else weights.float()
 
 
 def routed_tokens(

@@ -76,11 +76,11 @@ class OneSidedTransport(Transport, Protocol):
         """uint8 [nbytes]: the memory at an address of this rank or a peer."""
 
     def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Address, object]:
-        """One address that stands for the addresses of several buffers (None for missing ones), and an object besides
-        them that must stay alive until all peers have called `offered`, or None."""
+        """What stands for the addresses of several buffers (None for missing ones) as `Barrier.offer`, and an object
+        besides them that must stay alive until all peers have called `offered`, or None."""
 
     def offered(self, address: Address, number: int) -> Sequence[Address]:
-        """The `number` addresses that a peer's `offer` stands for."""
+        """The `number` addresses that an offer of this rank or a peer stands for."""
 
     def receive_buffers(self, ranks: tuple[int, ...]) -> ReceiveBuffers | None:
         """The buffers that a group of ranks keeps for its next run; None if the transport keeps none."""

@@ -18,15 +18,16 @@ Address = Any
 class Barrier(NamedTuple):
     """Wait until every peer has reached the same point. One-sided transports only.
 
-    Writes that peers made before their own `Barrier` are visible afterwards. The result is a list with one address per
-    peer, in the order of `peers`: of the buffer that the peer offers, or None.
+    Writes that peers made before their own `Barrier` are visible afterwards. The result is a list of each peer's
+    `offer`, in the order of `peers`.
     """
 
     peers: tuple[int, ...]
     fingerprint: int
     """Equal on all ranks that are at the same point of the same request."""
     offer: Address | None
-    """The address of a buffer from `OneSidedTransport.empty` that peers may write into from now on."""
+    """The address of a buffer from `OneSidedTransport.empty` that peers may write into from now on, or what
+    `OneSidedTransport.offer` returned for several; None: no buffer."""
     during_wait: Callable[[], None] | None = None
     """Called after peers have been notified and before waiting for them: work that no peer waits for."""
     output: torch.Tensor | None = None

@@ -33,8 +33,8 @@ class OfferedMemory:
     def __init__(self) -> None:
         self.freed: list[str] = []
         self._by_table: dict[tuple[int, Any], list[Range]] = {}
-        """By transport and address of an offer: the ranges of its table, or again of its first buffer where there is no
-        table, and of its buffers."""
+        """By transport and offer: first the range whose release means that the offer went to nobody, that of the table
+        or of the first buffer, then the ranges of all buffers."""
         self._in_use: dict[_Group, list[Range]] = defaultdict(list)
 
     def watch(self) -> None:
@@ -45,8 +45,9 @@ class OfferedMemory:
         def watched_offer(transport: SharedMemoryTransport, buffers: Any) -> Any:
             address, held = offer(transport, buffers)
             given = [x for x in buffers if x is not None]
-            offered = [held, *given] if held is not None else [*given[:1], *given]
-            self._by_table[id(transport), address] = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in offered]
+            if given:
+                offered = [given[0] if held is None else held, *given]
+                self._by_table[id(transport), address] = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in offered]
             return address, held
 
         def watched_answer(transport: SharedMemoryTransport, request: Barrier) -> Any:

@@ -121,7 +121,9 @@ def test_rows_of_counted_pairs_are_those_of_their_places(tokens: int, k: int, re
     limit = counts if most is None else counts.clamp(max=most)
     none = limit[:0]
     want = locate_rows(counted.physical_expert, counted.place, Groups(start, limit, *[none] * 5), experts)
+    before = counted.physical_expert.clone()
     check_located(locate_counted_pairs(counted, start.numpy(), limit.numpy(), experts), want)
+    assert counted.physical_expert.equal(before)
 
 
 def check_located(rows: TokenRows, want: TokenRows) -> None:

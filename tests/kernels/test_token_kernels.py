@@ -169,9 +169,7 @@ def routed_in_one_launch(
 ) -> None:
     """route_rows gives the same, from a matrix with more columns; and nothing after an error."""
     wide = torch.nn.functional.pad(i32(case.matrix, device), (0, rank), value=-9)
-    counted = CountedPairs(
-        i32(case.physical_expert[rank], device), i32(case.place[rank], device), torch.empty(0, device=device)
-    )
+    counted = count_pairs(torch.from_numpy(case.ids[rank]).to(device), case.bounds[-1])
     settings = physical_experts, rank, case.capacity, case.align, case.expert_capacity, case.batched
     for error in (None, 0, 5):
         words = None if error is None else torch.tensor([error], device=device)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardweave.runtime.constant_when_traced import constant_when_traced
+from shardweave.runtime.dtensor.constant_when_traced import constant_when_traced
 
 pytestmark = pytest.mark.plan
 

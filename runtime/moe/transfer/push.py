@@ -43,6 +43,7 @@ class PushTransfer(TokenTransfer):
         """The matrices of counts by peers: ranks that were not active keep those that they opened before."""
         self._own_matrix: torch.Tensor | None = None
         """One for all sets of active ranks: a rank writes its own row, once all have read the one before."""
+        self._held: object = None
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
@@ -102,7 +103,7 @@ class PushTransfer(TokenTransfer):
         theirs = {peer: transport.offered(reply, number) for peer, reply in zip(self.peers, replies, strict=True)}
         here = transport.offered(address, number)
         in_order = [theirs.get(rank, here) for rank in self._among]
-        self._held = held  # until peers have read it, which they have at the next call
+        self._held = held  # a table, until peers have read it, which they have at the next call
         by_buffer = zip(*in_order, strict=True)
         return [self._buffers_at(addresses, like) for addresses, like in zip(by_buffer, own, strict=True)]
 

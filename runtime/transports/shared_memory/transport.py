@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -230,10 +231,10 @@ class SharedMemoryTransport:
         return self.address(table), table
 
     def offered(self, address: Offer, number: int) -> list[Address]:
+        if number == 1:
+            return [cast("Address", address)]
         if len(address) == 5:
             return [address[:3], (address[0], *address[3:])]
-        if number == 1:
-            return [address]
         # Read by the host: an address table of the transport, no values of a user's tensor.
         words = _words(self.open(address, 16 * number), number)
         return [(address[0], words[i], words[i + 1]) for i in range(0, 2 * number, 2)]
@@ -246,7 +247,7 @@ class SharedMemoryTransport:
         return self._wait_all(self._arrive(request), request.fingerprint)
 
     def begin(self, request: CommRequest) -> Callable[[], list[Offer | None]]:
-        """Start a barrier. The returned function waits for the peers and returns their addresses."""
+        """Start a barrier. The returned function waits for the peers and returns what they offer."""
         assert isinstance(request, Barrier)
         return partial(self._wait_all, self._arrive(request), request.fingerprint)
 

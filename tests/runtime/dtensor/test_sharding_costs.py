@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -25,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardweave
 from shardweave import NVLINK_INFINIBAND, NVLINK_NODE, ArgumentError, UnsupportedError
 from shardweave.planner import redistribute_cost as cost_on_mesh
-from shardweave.runtime.dtensor.sharding_costs import stock_redistribute_cost
+from shardweave.runtime.dtensor.sharding_costs import cache_clearer, stock_redistribute_cost
 
 pytestmark = pytest.mark.plan
 
@@ -46,6 +47,16 @@ def torch_as_it_was() -> Iterator[None]:
     yield
     shardweave.uninstall()
     shardweave.stats().reset()
+
+
+def test_install_without_what_costs_need_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_clearer.cache_clear()
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor.debug", None)  # cannot be imported
+    with pytest.raises(ImportError):
+        shardweave.install(costs=True)
+    assert not shardweave.is_installed() and torch_costs.redistribute_cost is stock_redistribute_cost
+    shardweave.install()
+    shardweave.uninstall()
 
 
 def spec(mesh: DeviceMesh, *placements: Any, shape: tuple[int, ...] = SHAPE, **options: Any) -> DTensorSpec:

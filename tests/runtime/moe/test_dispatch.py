@@ -556,6 +556,9 @@ def test_weights_that_need_gradients_of_a_dispatch_without_are_refused() -> None
         d.combine([r.x for r in routed], routed)
     with torch.no_grad():
         assert all(y.eq(1).all() for y in d.combine([r.x for r in routed], routed))
+    # A loss of the router may use them.
+    sum(r.topk_weights.sum() for r in routed).backward()
+    assert weights[0].grad.eq(2).all()
 
 
 @pytest.mark.parametrize("hidden", [8, 30_000])
