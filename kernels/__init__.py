@@ -21,11 +21,11 @@ from .tokens.copy_columns import copy_columns
 from .tokens.copy_rows import copy_rows, fill_rows
 from .tokens.count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, CountShare, count_pairs
 from .tokens.group_rows import Groups, PhysicalExperts, group_rows
-from .tokens.locate_rows import MOST_K, locate_counted_pairs, locate_rows
+from .tokens.locate_rows import MOST_K, locate_rows
 from .tokens.offer_rows import offer_rows
 from .tokens.offer_tokens import RowTables, offer_tokens
-from .tokens.pairs_cpu import Pairs
-from .tokens.push_rows import padding_rows, push_rows
+from .tokens.push_rows import push_rows
+from .tokens.push_rows_cpu import padding_rows
 from .tokens.push_sums import push_sums
 from .tokens.quantize_rows import QUANTIZATIONS, Quantization, QuantizedRows, dequantize_rows, quantize_rows
 from .tokens.receive_rows import receive_rows
@@ -54,7 +54,6 @@ __all__ = [
     "MOST_K",
     "MOST_PHYSICAL_EXPERTS",
     "PAYLOADS",
-    "Pairs",
     "QUANTIZATIONS",
     "Quantization",
     "QuantizedRows",
@@ -118,7 +117,6 @@ __all__ = [
     "host_empty",
     "host_tensor",
     "interpreted",
-    "locate_counted_pairs",
     "locate_rows",
     "offer_rows",
     "offer_tokens",

@@ -13,7 +13,6 @@ destinations, as if one rank of each node had sent them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -26,9 +25,9 @@ from ...errors import ArgumentError
 from ..dtypes import ELEMENTS, decode, encode, poison_word
 from ..fused_signals import is_last_program, overwrite
 from ..launch import Constants, Launches, interpreted, registers_of_sm, runs_on
+from .combine_rows_cpu import combine_rows_cpu, gather_values_cpu
 from .quantize_rows import QuantizedRows
 from .rows import (
-    CHUNK,
     PAYLOADS,
     Buffers,
     RowLaunch,
@@ -39,7 +38,6 @@ from .rows import (
     row_alignment,
     row_constants,
 )
-from .rows_cpu import HostRows, host_array, host_empty
 from .window_signals import WindowSignals, finished_of, rank_has_failed, release_window, signal_constants
 
 PAIRS = tl.constexpr(256)  # values gathered by a program
@@ -282,60 +280,6 @@ def quantized_constants(quantized: QuantizedRows | None, hidden: int, row_bytes:
     return {"GROUP": group, "POWERS": powers, **quantized.places(row_bytes)}
 
 
-def combine_rows_cpu(
-    rows: TokenRows,
-    buffers: Buffers,
-    out: torch.Tensor,
-    weights: torch.Tensor | None,
-    add: torch.Tensor | None,
-    nodes: torch.Tensor | None = None,
-    quantized: QuantizedRows | None = None,
-) -> None:
-    """combine_rows on the CPU, some tokens at a time so that intermediates stay in the cache."""
-    k, (tokens, hidden), dtype = rows.key.shape[1], out.shape, out.dtype
-    numbers = None if weights is None else host_array(weights).reshape(-1, 1)
-    node_of = None if nodes is None else nodes.tolist()
-    # The rows of so many tokens are read at a time: fewer cost more calls, and more leave the cache.
-    pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(k * hidden, 1))
-    scratch = host_empty((min(most, tokens) * k, buffers.shape[1]), buffers.dtype)
-    read, sources = HostRows(scratch), buffers.host_rows()
-    one_source = len(set(sources)) == 1
-    # Accumulate in the result itself where it is float32 and `add` does not alias it.
-    here = dtype is torch.float32 and add is None
-    for i, sums in enumerate(pairs.sums(most)):
-        these = slice(i * most, (i + 1) * most)
-        result = out if tokens <= most else out[these]
-        total = result.zero_() if here else torch.zeros_like(result, dtype=torch.float32)
-        row, firsts = sums.row, sums.token.shape[0]
-        for destination, begin, end in ((0, 0, len(row)),) if one_source else sums.parts:
-            read.take(sources[destination], row[begin:end], begin)
-        value = scratch if len(row) == scratch.shape[0] else scratch[: len(row)]
-        value = value.float() if quantized is None else quantized.values(value, hidden)
-        if numbers is not None:
-            value.mul_(torch.from_numpy(numbers.take(sums.pair, 0)))
-        # `index_add_` adds rows one after another, in their order.
-        partial = value
-        if firsts < len(row):
-            partial, others = value.tensor_split((firsts,))
-            partial.index_add_(0, sums.lead, others)
-        # Starting at zero changes only the sign of zero, which `total` loses, since it starts at zero itself.
-        partial = partial if dtype is torch.float32 else partial.to(dtype).float()
-        if node_of is None:
-            total.index_add_(0, sums.token, partial)
-        else:
-            of_node = torch.empty_like(total)
-            of_first = [part for part in sums.parts if part[2] <= firsts]
-            for _, of_parts in itertools.groupby(of_first, lambda part: node_of[part[0]]):
-                _, begins, ends = zip(*of_parts, strict=True)
-                these_pairs = slice(begins[0], ends[-1])
-                of_node.zero_().index_add_(0, sums.token[these_pairs], partial[these_pairs])
-                total.add_(of_node.to(dtype))
-        if add is not None:
-            total.add_(add[these])
-        if not here:
-            result.copy_(total)
-
-
 def combine_rows_reference(
     rows: TokenRows,
     buffers: Sequence[torch.Tensor],
@@ -423,13 +367,3 @@ _gathers = Launches(gather_values_kernel)
 def _gather_constants(k: int, peers: int) -> Constants:
     constants = {"K": k, "POISON": poison_word(torch.float32)[0], **signal_constants(peers, 4)}
     return Constants(gather_values_kernel, constants, num_warps=4)
-
-
-def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> None:
-    """gather_values on the CPU."""
-    pairs, sources = rows.sorted_pairs(len(buffers)), buffers.host_rows()
-    values = torch.empty(len(pairs.row), dtype=torch.float32, device="cpu")
-    read = HostRows(values)
-    for destination, begin, end in pairs.parts():
-        read.take(sources[destination], pairs.row[begin:end], begin)
-    out.view(-1).numpy()[pairs.pair] = values.numpy()

@@ -10,7 +10,7 @@ through a window, between a wait for the peers and a barrier.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +20,8 @@ import triton.language as tl
 
 from ...errors import ArgumentError
 from ..launch import Constants, Launches, registers_of_sm, runs_on
-from .pairs_cpu import Ints
+from .count_pairs_cpu import count_pairs_cpu
 from .rows import Buffers, cdiv, power_of_two
-from .rows_cpu import host_tensor
 from .window_signals import WindowBarrier, acquire_window, barrier_of_ranks, count_acquired, signal_constants
 
 BLOCK = tl.constexpr(256)  # ids ranked at a time
@@ -47,39 +46,15 @@ class CountShare(NamedTuple):
     `word`. Only where kernels run. None: neither."""
 
 
-class CountedPairs:
-    """The result of count_pairs.
+class CountedPairs(NamedTuple):
+    """The result of count_pairs."""
 
-    Args:
-        place: see below; None: computed from `by_expert` when it is first read.
-
-    Attributes:
-        physical_expert: int32 [T, K]: the physical expert of each pair, -1 for none.
-        counts: int32 [S + 1]: pairs of each physical expert; the last element counts bad ids.
-        by_expert: on the CPU, int64 [T * K]: the pairs in order of physical expert, token and k, those without one
-            first; None if they have not been sorted.
-    """
-
-    def __init__(
-        self,
-        physical_expert: torch.Tensor,
-        place: torch.Tensor | None,
-        counts: torch.Tensor,
-        by_expert: Ints | None = None,
-    ) -> None:
-        self.physical_expert, self.counts, self.by_expert = physical_expert, counts, by_expert
-        if place is not None:
-            self.place = place
-
-    @cached_property
-    def place(self) -> torch.Tensor:
-        """int32 [T, K]: the number of earlier pairs of the same physical expert; -1 for none."""
-        assert self.by_expert is not None
-        number = self.counts.numpy()[:-1]
-        pair = self.by_expert[len(self.by_expert) - int(np.add.reduce(number)) :]
-        place = np.full(self.physical_expert.shape, -1, np.int32)
-        place.reshape(-1)[pair] = np.arange(len(pair)) - np.repeat(number.cumsum() - number, number)
-        return host_tensor(place)
+    physical_expert: torch.Tensor
+    """int32 [T, K]: the physical expert of each pair, -1 for none."""
+    place: torch.Tensor
+    """int32 [T, K]: the number of earlier pairs of the same physical expert; -1 for none."""
+    counts: torch.Tensor
+    """int32 [S + 1]: pairs of each physical expert; the last element counts bad ids."""
 
 
 @triton.jit
@@ -323,7 +298,7 @@ def count_pairs(
             f"[W, {width}]"
         )
     if not runs_on(ids.device):
-        counted = count_pairs_cpu(ids, num_experts, physical_expert_of, physical_experts)
+        counted = CountedPairs(*count_pairs_cpu(ids, num_experts, physical_expert_of, physical_experts))
         if share is not None:
             share_counts_cpu(counted.counts, share)
         return counted
@@ -421,26 +396,6 @@ def shared_rows(padded_experts: int, num_warps: int) -> int:
 def count_rows(padded_experts: int) -> int:
     """Rows of counts that place_rows_kernel sums at a time: 32 registers per thread."""
     return max(1, 8192 // padded_experts)
-
-
-def count_pairs_cpu(
-    ids: torch.Tensor, num_experts: int, physical_expert_of: torch.Tensor | None, num_physical_experts: int
-) -> CountedPairs:
-    """count_pairs on the CPU, which sorts the pairs."""
-    flat = ids.numpy().reshape(-1)
-    invalid = flat.view(f"u{flat.itemsize}") >= num_experts  # negative ids are large numbers
-    expert, bad = flat.astype(np.int32), 0
-    if np.logical_or.reduce(invalid):
-        expert[invalid] = -1
-        bad = int(np.count_nonzero(invalid & (flat != -1)))
-    if physical_expert_of is not None:
-        expert = np.where(invalid, expert, physical_expert_of.numpy().take(expert))
-    # numpy sorts 16-bit numbers by radix. -1 is before all others.
-    by_expert = expert.astype(np.int16 if num_physical_experts < 1 << 15 else np.int32).argsort(kind="stable")
-    counts = np.empty(num_physical_experts + 1, np.int32)
-    counts[:-1] = np.bincount(expert + 1, minlength=num_physical_experts + 1)[1:]
-    counts[-1] = bad
-    return CountedPairs(host_tensor(expert.reshape(ids.shape)), None, host_tensor(counts), by_expert)
 
 
 def share_counts_cpu(counts: torch.Tensor, share: CountShare) -> None:

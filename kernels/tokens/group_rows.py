@@ -9,18 +9,16 @@ same layout, in one program.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from ...errors import ArgumentError
 from ..launch import Constants, Launches, runs_on
-from .pairs_cpu import Ints
 from .rows import power_of_two
 from .rows_cpu import host_tensor
 
@@ -49,19 +47,6 @@ class PhysicalExperts:
     @property
     def count(self) -> int:
         return self.bounds[-1]
-
-    @cached_property
-    def destination_array(self) -> npt.NDArray[np.int32]:
-        """[S + 1]: `destination`, then W, the destination of pairs without an expert; on the CPU."""
-        return np.append(self.destination.numpy(), np.int32(len(self.bounds) - 1))
-
-    @cached_property
-    def by_destination(self) -> Ints:
-        """[S]: the number of each physical expert in order of destination; on the CPU."""
-        order = np.argsort(self.destination.numpy(), kind="stable")
-        numbers = np.empty_like(order)
-        numbers[order] = np.arange(len(order))
-        return numbers
 
 
 class Groups(NamedTuple):

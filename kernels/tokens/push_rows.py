@@ -18,6 +18,7 @@ from ...errors import ArgumentError
 from ..fused_signals import is_last_program
 from ..launch import Constants, Launches, registers_of_sm, runs_on
 from .group_rows import Groups
+from .push_rows_cpu import push_rows_cpu
 from .quantize_rows import (
     QuantizedRows,
     cast_group,
@@ -38,11 +39,9 @@ from .rows import (
     row_alignment,
     row_constants,
 )
-from .rows_cpu import HostRows, host_array
 from .window_signals import WindowBarrier, barrier_of_ranks, finished_of, signal_constants
 
 MOST_PADDING = 64  # parts that share the padding of one group
-SHORT_RUN = 1 << 14  # bytes of rows that are copied once more in the time of a call, on the CPU
 NOT_QUANTIZED = {"GROUP": 0, "POWERS": False, "DTYPE": None, "ROW_BYTES": 0, "SCALES_AT": 0}
 
 
@@ -264,7 +263,7 @@ def push_rows(
     if not runs_on(x.device):
         if quantized is not None:
             x = quantized.rows_of(x, buffers.shape[1])
-        push_rows_cpu(x, rows, buffers, groups, own, weights, weight_buffers, most_padding)
+        push_rows_cpu(x, rows, buffers, groups, own, weights, weight_buffers, most_padding > 0)
         return
     launch = launch or RowLaunch.for_rows(hidden, x.element_size())
     table, bits = buffers.table()
@@ -310,36 +309,6 @@ def push_rows(
                 )  # fmt: skip
 
 
-def push_rows_cpu(
-    x: torch.Tensor,
-    rows: TokenRows,
-    buffers: Buffers,
-    groups: Groups,
-    own: int,
-    weights: torch.Tensor | None,
-    weight_buffers: Buffers | None,
-    most_padding: int = MOST_PADDING,
-) -> None:
-    """push_rows on the CPU: one copy per run of rows, or of all rows of a destination if runs are short."""
-    pairs, given = rows.sorted_pairs(len(buffers)), HostRows(x)
-    targets = buffers.host_rows()
-    if x.shape[1] * x.itemsize * len(pairs.row) < SHORT_RUN * groups.limit.shape[0]:  # a run of each physical expert
-        for destination, begin, end in pairs.parts():
-            targets[destination].put(given, pairs.token[begin:end], pairs.row[begin:end])
-    else:
-        for destination, begin, end, row in pairs.runs():
-            targets[destination].take(given, pairs.token[begin:end], row)
-    padding = padding_rows(groups) if most_padding else None
-    if padding is not None and len(padding):
-        buffers.tensors[own].index_fill_(0, padding, 0)
-    if weights is not None and weight_buffers is not None:
-        values, numbers = host_array(weights).reshape(-1)[pairs.pair], weight_buffers.host_arrays()
-        for destination, begin, end in pairs.parts():
-            numbers[destination][pairs.row[begin:end]] = values[begin:end]
-        if padding is not None and len(padding):
-            weight_buffers.tensors[own].index_fill_(0, padding, 0)
-
-
 def push_rows_reference(
     x: torch.Tensor,
     rows: TokenRows,
@@ -361,11 +330,3 @@ def push_rows_reference(
     ):
         buffers[own][end - padded + count : end] = 0
         weight_buffers[own][end - padded + count : end] = 0
-
-
-def padding_rows(groups: Groups) -> torch.Tensor:
-    """Return the padding rows of the own buffer, int64."""
-    number = groups.padded_counts - groups.counts
-    begin = groups.offsets.long() - number
-    start = (begin - (number.cumsum(0) - number)).repeat_interleave(number)
-    return start + torch.arange(len(start), device=start.device)

@@ -25,7 +25,7 @@ from .group_rows import (
     rank_rows,
     store_groups,
 )
-from .locate_rows import check_top_k, locate_counted_pairs, store_located, tokens_at_a_time
+from .locate_rows import check_top_k, locate_rows, store_located, tokens_at_a_time
 from .rows import TokenRows, cdiv, power_of_two
 from .rows_cpu import host_tensor
 
@@ -142,8 +142,7 @@ def route_rows(
         valid = error is None or not int(error)
         counts = host_tensor(matrix.numpy()[:, :width].copy()) if valid else matrix.new_zeros(ranks, width)
         groups = group_rows_cpu(counts, physical_experts, me, capacity, align, most, batched)
-        start, limit = groups.start.numpy(), groups.limit.numpy()
-        return groups, locate_counted_pairs(counted, start, limit, physical_experts), counts
+        return groups, locate_rows(expert, counted.place, groups, physical_experts), counts
     counts = torch.empty((ranks, width), dtype=torch.int32, device=matrix.device)
     groups = new_groups(physical_experts, me, matrix.device)
     rows = TokenRows(torch.empty_like(expert), torch.empty_like(expert))

@@ -18,8 +18,7 @@ from ...errors import ArgumentError
 from ..addresses import AddressTables
 from ..dtypes import WORDS
 from ..launch import processors_of
-from .pairs_cpu import Pairs
-from .rows_cpu import HostRows, host_array, host_rows
+from .rows_cpu import host_array
 
 VECTOR = 16  # bytes of the widest access
 # Elements that a CPU path works on at a time: 1 MiB of float32 stays in the cache.
@@ -38,12 +37,6 @@ class TokenRows(NamedTuple):
     """int32 [T, K]: destination * K + k, ascending; the destination of a pair without a row is W."""
     row: torch.Tensor
     """int32 [T, K]: the row in the destination's buffer, -1 if there is none."""
-    pairs: Pairs | None = None
-    """The sorted pairs, on the CPU; None: not computed."""
-
-    def sorted_pairs(self, destinations: int) -> Pairs:
-        """`pairs`, computed if they are missing. CPU tensors only."""
-        return self.pairs or Pairs.of_rows(self.key.numpy(), self.row.numpy(), destinations)
 
 
 class Buffers:
@@ -66,7 +59,7 @@ class Buffers:
                 )
         self._tables = tables
         self._addresses: tuple[tuple[int, ...], int] | None = None
-        self._host_rows: list[HostRows] | None = None
+        self._host_addresses: torch.Tensor | None = None
         self._host_arrays: list[npt.NDArray[Any]] | None = None
 
     @property
@@ -86,11 +79,15 @@ class Buffers:
         addresses, bits = self._addresses
         return self._tables.of(addresses), bits
 
-    def host_rows(self) -> list[HostRows]:
-        """The rows of each buffer, on the CPU."""
-        if self._host_rows is None or self._host_rows[0].threads != torch.get_num_threads():
-            self._host_rows = host_rows(self._tensors)
-        return self._host_rows
+    def parts(self) -> list[tuple[torch.Tensor, int]]:
+        """For each destination a tensor of its rows, and the number of the first one."""
+        return [(tensor, 0) for tensor in self.tensors]
+
+    def host_addresses(self) -> torch.Tensor:
+        """The address of row 0 of each destination's buffer, int64 [W]. On the CPU."""
+        if self._host_addresses is None:
+            self._host_addresses = torch.tensor([x.data_ptr() for x in self._tensors], dtype=torch.int64, device="cpu")
+        return self._host_addresses
 
     def host_arrays(self) -> list[npt.NDArray[Any]]:
         """The buffers as arrays, on the CPU."""
@@ -119,9 +116,14 @@ class RowsInParts(Buffers):
     def __len__(self) -> int:
         return len(self._parts)
 
-    def host_rows(self) -> list[HostRows]:
+    def parts(self) -> list[tuple[torch.Tensor, int]]:
         firsts = accumulate(map(len, self._parts), initial=0)
-        return [HostRows(part, self.dtype, first) for part, first in zip(self._parts, firsts, strict=False)]
+        return [(torch.from_numpy(x).view(self.dtype), first) for x, first in zip(self._parts, firsts, strict=False)]
+
+    def host_addresses(self) -> torch.Tensor:
+        firsts = accumulate(map(len, self._parts), initial=0)
+        addresses = [x.ctypes.data - first * x.strides[0] for x, first in zip(self._parts, firsts, strict=False)]
+        return torch.tensor(addresses, dtype=torch.int64, device="cpu")
 
 
 class ChosenBuffers(Buffers):
@@ -146,11 +148,8 @@ class ChosenBuffers(Buffers):
     def __len__(self) -> int:
         return len(self._index)
 
-    def host_rows(self) -> list[HostRows]:
-        return host_rows(self.tensors)
-
-    def host_arrays(self) -> list[npt.NDArray[Any]]:
-        return [host_array(tensor) for tensor in self.tensors]
+    def host_addresses(self) -> torch.Tensor:
+        return torch.tensor([x.data_ptr() for x in self.tensors], dtype=torch.int64, device="cpu")
 
     def table(self) -> tuple[torch.Tensor, int]:
         """The addresses of all candidates."""

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from ..dtypes import ELEMENTS, decode, encode
 from ..launch import Constants, Launches, interpreted, runs_on
-from .rows import CHUNK, RowLaunch, check_rows, programs_of, row_alignment, row_constants
+from .rows import RowLaunch, check_rows, programs_of, row_alignment, row_constants
+from .weigh_rows_cpu import weigh_rows_cpu
 
 
 @triton.jit(do_not_specialize=["gradient", "values", "out", "programs"])
@@ -90,26 +91,3 @@ def _constants(dtype: torch.dtype, hidden: int, align: int, launch: RowLaunch) -
     constants = row_constants(dtype, hidden, align) | {"COLS": launch.columns, "DTYPE": ELEMENTS[dtype]}
     constants["SOFT"] = interpreted(weigh_rows_kernel)
     return Constants(weigh_rows_kernel, constants, num_warps=launch.num_warps, enable_fp_fusion=False)
-
-
-def weigh_rows_cpu(
-    gradient: torch.Tensor,
-    values: torch.Tensor,
-    weights: torch.Tensor,
-    num_rows: torch.Tensor,
-    out: torch.Tensor,
-    weight_gradient: torch.Tensor,
-) -> None:
-    """weigh_rows in torch operations, some rows at a time; dot products are summed in torch's order."""
-    number, hidden = int(num_rows), out.shape[1]
-    most = max(1, CHUNK // max(2 * hidden, 1))  # gradients and products stay in the cache
-    products = torch.empty((min(most, number), hidden), dtype=torch.float32, device=out.device)  # reused by all pieces
-    for first in range(0, number, most):
-        these = slice(first, min(number, first + most))
-        given = gradient[these].float()
-        product = torch.mul(given, values[these], out=products[: len(given)])
-        torch.sum(product, 1, out=weight_gradient[these])
-        if out.dtype is torch.float32:
-            torch.mul(given, weights[these, None], out=out[these])
-        else:
-            out[these] = given * weights[these, None]

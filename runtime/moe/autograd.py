@@ -191,9 +191,9 @@ def _new_sums(engine: TokenEngine, records: Sequence[DispatchRecord]) -> list[to
 
 
 def _saved(ctx: Any, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
-    """Return the tensors of the records but for the weights, for `save_for_backward`, which frees them after backward;
-    keep their sorted pairs for `_restored`."""
-    ctx.pairs = [record.pairs for record in records]
+    """Return the tensors of the records but for the weights, for `save_for_backward`, which frees them after
+    backward."""
+    ctx.records = len(records)
     return [tensor for record in records for tensor in record.tensors()[1:]]
 
 
@@ -201,13 +201,10 @@ def _restored(
     ctx: Any, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None = None
 ) -> list[DispatchRecord]:
     """Return the records of `_saved`; without weights, `DispatchRecord.weights` must not be read."""
-    each = len(tensors) // len(ctx.pairs)
+    each = len(tensors) // ctx.records
     parts = [tensors[i : i + each] for i in range(0, len(tensors), each)]
     given = [part[0] for part in parts] if weights is None else weights
-    records = [DispatchRecord.of([w, *part], p) for w, part, p in zip(given, parts, ctx.pairs, strict=True)]
-    if not torch.compiler.is_compiling():
-        ctx.pairs = [(None, None)] * len(parts)  # freed like the tensors; computed again if backward runs again
-    return records
+    return [DispatchRecord.of([w, *part]) for w, part in zip(given, parts, strict=True)]
 
 
 def _engine_of(ctx: Any) -> TokenEngine:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels import Groups, Pairs, TokenRows
+from ...kernels import Groups, TokenRows
 from .config import DispatchConfig
 
 
@@ -86,18 +86,11 @@ class DispatchRecord(NamedTuple):
     """Two-sided transports only. With `forwards` those between the ranks of a node."""
     forwards: Forwards | None = None
     """On two levels only."""
-    forwarded_pairs: Pairs | None = None
-    """The sorted pairs of the forwarded tokens, as `TokenRows.pairs`."""
     deduped: Deduped | None = None
     """With `dedupe` only."""
     scale: torch.Tensor | None = None
     """The second payload of the received rows, as integers, if it was copied out as they arrived: as `Columns.out`.
     Not among `tensors`, since neither combine nor backward reads it."""
-
-    @property
-    def pairs(self) -> tuple[Pairs | None, Pairs | None]:
-        """All sorted pairs, which `tensors` leaves out."""
-        return self.rows.pairs, self.forwarded_pairs
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors, `weights` first, for interfaces that take tensors only: autograd's and operators'."""
@@ -105,8 +98,8 @@ class DispatchRecord(NamedTuple):
         return [self.weights, *self.groups, self.rows.key, self.rows.row, self.matrix, *travel]
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], pairs: Sequence[Pairs | None] = (None, None)) -> DispatchRecord:
-        """Return the record of `tensors()` and `pairs`."""
+    def of(cls, tensors: Sequence[torch.Tensor]) -> DispatchRecord:
+        """Return the record of `tensors()`."""
         weights, *rest = tensors
         n = len(Groups._fields)
         groups, (key, row, matrix, *travel) = rest[:n], rest[n:]
@@ -114,8 +107,7 @@ class DispatchRecord(NamedTuple):
         chunks = Chunks(*travel[:of_chunks]) if len(travel) in (of_chunks, of_chunks + of_forwards) else None
         forwards = Forwards(*travel[-of_forwards:]) if len(travel) >= of_forwards else None
         deduped = Deduped(*travel) if len(travel) == len(Deduped._fields) else None
-        rows = TokenRows(key, row, pairs[0])
-        return cls(weights, Groups(*groups), rows, matrix, chunks, forwards, pairs[1], deduped)
+        return cls(weights, Groups(*groups), TokenRows(key, row), matrix, chunks, forwards, deduped)
 
 
 def empty_record(

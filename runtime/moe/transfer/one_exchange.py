@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....kernels import Groups, RowsInParts, TokenRows, host_array, host_tensor, locate_counted_pairs
+from ....kernels import Groups, RowsInParts, TokenRows, host_array, host_tensor, locate_rows, push_rows
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord, Tokens, chunk_sizes
 from .base import DISPATCH, Delivery, Read, Steps, copied
@@ -61,9 +61,14 @@ class OneExchangeTransfer(SendRecvTransfer):
             return (yield from super().dispatch(tokens, outs, record))
         counted = self._count(tokens.ids)
         counts = counted.counts.numpy()
-        of_pairs = locate_counted_pairs(counted, None, None, self.physical_experts)
-        sends = of_pairs.sorted_pairs(config.ranks).sizes
-        sent = self._packed_messages(sends, _sources(of_pairs, config.ranks, tokens.x, tokens.weights), counts)
+        # Messages have rows in order of physical expert, token and k; none is dropped.
+        begins = np.zeros(len(counts), np.int32)
+        counts[:-1].cumsum(out=begins[1:])
+        rows_of_experts = Groups(host_tensor(begins[:-1]), counted.counts[:-1], *[self._nowhere] * 5)
+        of_pairs = locate_rows(counted.physical_expert, counted.place, rows_of_experts, self.physical_experts)
+        ends = begins.take(config.bounds)
+        sends: list[int] = (ends[1:] - ends[:-1]).tolist()
+        sent = self._pushed_messages(sends, of_pairs, rows_of_experts, tokens.x, tokens.weights, counts)
         arrived = yield from self._exchange_messages(DISPATCH, sent, self._largest_message)
         matrix = np.concatenate([message[: counts.nbytes] for message in arrived])
         matrix = matrix.view(np.int32).reshape(config.ranks, -1)
@@ -84,7 +89,7 @@ class OneExchangeTransfer(SendRecvTransfer):
             yield from super()._deliver(delivery)
             return
         sends, receives, padded, most = chunk_sizes(record.chunks)
-        sent = self._packed_messages(sends, _sources(record.rows, self.config.ranks, x, weights))
+        sent = self._pushed_messages(sends, record.rows, record.groups, x, weights)
         nbytes = row_nbytes(x) + 4 * (weights is not None)
         arrived = yield from self._exchange_messages(operation, sent, most * nbytes)
         targets = [_Rows(host_array(buffer), record.chunks.places.numpy()) for buffer in into[::-1]]
@@ -105,7 +110,7 @@ class OneExchangeTransfer(SendRecvTransfer):
             return (yield from super()._fetch(operation, record, given, read))
         places = record.chunks.places.numpy()
         sources = [_Rows(host_array(x), places) for x in given[::-1]]
-        arrived = yield from self._exchange_messages(operation, self._packed_messages(receives, sources), most)
+        arrived = yield from self._exchange_messages(operation, self._taken_messages(receives, sources), most)
         parts = _parts(arrived, sends, [rows for rows, _ in sources])
         return read([RowsInParts(rows, x.dtype) for rows, x in zip(parts[::-1], given, strict=True)])
 
@@ -113,24 +118,51 @@ class OneExchangeTransfer(SendRecvTransfer):
         fingerprint = self.fingerprint + operation
         return (yield from self._chunks.exchange_messages(fingerprint, messages, most, self.collectives))
 
-    def _packed_messages(
-        self, sends: Sequence[int], sources: Sequence[_Rows], counts: Int32s | None = None
+    def _pushed_messages(
+        self,
+        sends: Sequence[int],
+        rows: TokenRows,
+        groups: Groups,
+        x: torch.Tensor,
+        weights: torch.Tensor | None,
+        counts: Int32s | None = None,
     ) -> list[Bytes]:
-        """Return a message to each rank: counts, then `sends[r]` rows of each source."""
+        """Return a message to each rank: counts, then the weights of its `sends[r]` pairs and their rows of `x`.
+
+        Args:
+            rows: the rows of all messages.
+            groups: not read; messages have no padding.
+        """
+        given = [x] if weights is None else [weights.view(-1), x]
         head = 0 if counts is None else counts.nbytes
-        nbytes = sum([_row_nbytes(rows) for rows, _ in sources])
-        messages = self._chunks.new_messages([head + n * nbytes for n in sends])
+        messages, parts = self._new_messages(sends, [host_array(array) for array in given], head)
         if counts is not None:
             of_counts = counts.view(np.uint8)
             for message in messages:
                 message[:head] = of_counts
-        for (rows, places), parts in zip(sources, _parts(messages, sends, [x for x, _ in sources], head), strict=True):
+        *numbers, of_x = (RowsInParts(part, array.dtype) for part, array in zip(parts, given, strict=True))
+        push_rows(x, rows, of_x, groups, self.me, weights, numbers[0] if numbers else None, most_padding=0)
+        return messages
+
+    def _taken_messages(self, sends: Sequence[int], sources: Sequence[_Rows]) -> list[Bytes]:
+        """Return a message to each rank: `sends[r]` rows of each source."""
+        messages, parts_of_sources = self._new_messages(sends, [rows for rows, _ in sources])
+        for (rows, places), parts in zip(sources, parts_of_sources, strict=True):
             begin = 0
             for part in parts:
                 end = begin + len(part)
                 rows.take(places[begin:end], 0, part, "clip")  # what is not clipped goes through a buffer
                 begin = end
         return messages
+
+    def _new_messages(
+        self, sends: Sequence[int], like: Sequence[Array], head: int = 0
+    ) -> tuple[list[Bytes], list[list[Array]]]:
+        """Return memory for a message to each rank, of `head` bytes and `sends[r]` rows as those of each array; and
+        these rows, as `_parts` does."""
+        nbytes = sum([_row_nbytes(array) for array in like])
+        messages = self._chunks.new_messages([head + n * nbytes for n in sends])
+        return messages, _parts(messages, sends, like, head)
 
     def _arrivals_of_all(self, matrix: Int32s) -> tuple[Groups, list[int], int, Ints]:
         """Return the groups of this rank, the rows from each source, the number of padding rows, and `Chunks.places`,
@@ -161,15 +193,6 @@ class OneExchangeTransfer(SendRecvTransfer):
         groups = Groups(self._nowhere, self._nowhere, *map(host_tensor, fields))
         receives: list[int] = add(received, 1).tolist()
         return groups, receives, len(places) - sum(receives), places
-
-
-def _sources(of_pairs: TokenRows, ranks: int, x: torch.Tensor, weights: torch.Tensor | None) -> list[_Rows]:
-    """Return what this rank's chunks are made of: of weights, if there are any, and of rows of x."""
-    pairs = of_pairs.sorted_pairs(ranks)
-    sources = [_Rows(host_array(x), pairs.token)]
-    if weights is not None:
-        sources.insert(0, _Rows(host_array(weights).reshape(-1), pairs.pair))
-    return sources
 
 
 def _parts(messages: Sequence[Bytes], sizes: Sequence[int], like: Sequence[Array], head: int = 0) -> list[list[Array]]:

@@ -228,7 +228,7 @@ class TwoLevelTransfer(TokenTransfer):
         experts = pairs.view(torch.int16)[:, 2 * k : 3 * k].int().contiguous()
         forwarded = locate(experts)
         forwards = forwards._replace(key=forwarded.key, row=forwarded.row, weights=weights)
-        record = delivery.record._replace(forwards=forwards, forwarded_pairs=forwarded.pairs)
+        record = delivery.record._replace(forwards=forwards)
         yield from self._spread(delivery._replace(record=record), received)
         return record
 
@@ -428,7 +428,7 @@ def _forwarded(record: DispatchRecord) -> tuple[Forwards, TokenRows]:
     forwards = record.forwards
     assert forwards is not None
     n = sum(_sizes_by_rank(forwards)[1])
-    return forwards, TokenRows(forwards.key[:n], forwards.row[:n], record.forwarded_pairs)
+    return forwards, TokenRows(forwards.key[:n], forwards.row[:n])
 
 
 def _merged(own: torch.Tensor, forwards: Forwards, others: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Loops over rows in memory of the CPU, compiled by the LLVM inside Triton."""
