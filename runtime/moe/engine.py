@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ...errors import ArgumentError
 from ...kernels import contiguous_rows, on_device
@@ -125,7 +126,7 @@ class TokenEngine:
             known: the records of an earlier dispatch of the same ids, whose overflow has been noted.
         """
         with on_device(self.transfers[0].device):
-            tokens = [Tokens(self._rows_of(x), ids, weights) for x, ids, weights in tokens]
+            tokens = [self._tokens_in_memory(item) for item in tokens]
             received: list[Received] = self.run(DISPATCH, self._dispatches(tokens, outs, known))
             if self.started.overflows:
                 self.started.note(self._overflow)  # they were before this one
@@ -136,7 +137,7 @@ class TokenEngine:
     def _start_dispatch(self, tokens: Sequence[Tokens]) -> Callable[[], list[Received]]:
         """Start to send tokens to their destinations; return a function that waits for what the ranks receive."""
         with on_device(self.transfers[0].device):
-            tokens = [Tokens(self._rows_of(x), ids, weights) for x, ids, weights in tokens]
+            tokens = [self._tokens_in_memory(item) for item in tokens]
             outs = self._new_copies(tokens) if self.config.save == "copy" else None
             given = [x for items in (tokens, outs or ()) for item in items for x in item]
             wait = self.start(DISPATCH, self._dispatches(tokens, outs, None), given)
@@ -202,7 +203,8 @@ class TokenEngine:
         weights: Sequence[torch.Tensor | None],
         adds: Sequence[torch.Tensor | None],
     ) -> list[Steps[Any]]:
-        items = zip(self.transfers, records, values, outs, weights, adds, strict=True)
+        tensors = ([in_memory(x) for x in of_ranks] for of_ranks in (values, outs, weights, adds))
+        items = zip(self.transfers, records, *tensors, strict=True)
         return [
             t.combine(r, v, out, w, None if add is None else contiguous_rows(add)) for t, r, v, out, w, add in items
         ]
@@ -220,7 +222,8 @@ class TokenEngine:
             gradients: [rows, H], of the received rows.
             weight_gradients: float32 [rows], of the received weights.
         """
-        items = zip(self.transfers, records, gradients, weight_gradients, outs, strict=True)
+        tensors = ([in_memory(x) for x in of_ranks] for of_ranks in (gradients, weight_gradients, outs))
+        items = zip(self.transfers, records, *tensors, strict=True)
         runs = [t.combine(r, g.contiguous(), out, None, None, w.contiguous()) for t, r, g, w, out in items]
         with on_device(self.transfers[0].device):
             return self.run(UNDISPATCH, runs)
@@ -242,7 +245,8 @@ class TokenEngine:
             weight_outs: memory for the second ones.
         """
         nothing: list[Any] = [None] * len(gradients)
-        given = [v.contiguous() for v in values] or nothing
+        given = [in_memory(v).contiguous() for v in values] or nothing
+        gradients = [in_memory(g) for g in gradients]
         items = zip(self.transfers, records, gradients, given, outs or nothing, weight_outs or nothing, strict=True)
         with on_device(self.transfers[0].device):
             results = self.run(
@@ -261,8 +265,12 @@ class TokenEngine:
         received = zip(self._new_received(tokens), scales, strict=True)
         return [of_rank if scale is None else (*of_rank, scale) for of_rank, scale in received]
 
+    def _tokens_in_memory(self, tokens: Tokens) -> Tokens:
+        """Return the tokens with the rows that their dispatch sends."""
+        x, ids, weights = map(in_memory, tokens)
+        return Tokens(self._rows_of(x), ids, weights)
+
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows that a dispatch of `x` sends."""
         quantized, packed = self.config.quantized, self.config.packed
         if quantized is None or packed is None or self.transfers[0].pushed_quantized is not None:
             return contiguous_rows(x)
@@ -275,6 +283,18 @@ class TokenEngine:
             t.transport.empty((r.rows.key.shape[0], c.hidden), c.dtype, t.device)
             for t, r in zip(self.transfers, records, strict=True)
         ]
+
+
+@overload
+def in_memory(x: torch.Tensor) -> torch.Tensor: ...
+@overload
+def in_memory(x: torch.Tensor | None) -> torch.Tensor | None: ...
+def in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor whose memory holds its values: of an `AsyncCollectiveTensor`, which has none, the tensor that it
+    waits for; of one with the negative bit a copy; otherwise x itself."""
+    if type(x) is AsyncCollectiveTensor:
+        x = x.wait()
+    return x if x is None or not x.is_neg() else x.resolve_neg()
 
 
 def engine_of(handle: int) -> TokenEngine:

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import ArgumentError, shown
 from ...kernels import has_contiguous_rows
+from ..dtensor.local import PLAIN_TENSORS
 from ..dtensor.overlap import overlaps_itself, ranges_overlap
 from .config import DispatchConfig
 from .dispatch_record import Tokens
@@ -140,8 +143,8 @@ def check_combine(
         _check_tensors(at, **{name: tensor})
         _check_device(name + at, tensor, device)
         adjacent = tensor.dim() != 2 or has_contiguous_rows(tensor)
-        written_twice = name == "out" and overlaps_itself(tensor)
-        if tensor.shape != shape or tensor.dtype is not config.dtype or not adjacent or written_twice:
+        unwritable = name == "out" and (overlaps_itself(tensor) or tensor.is_neg())
+        if tensor.shape != shape or tensor.dtype is not config.dtype or not adjacent or unwritable:
             apart = ", rows that do not overlap" if name == "out" else ""
             raise ArgumentError(
                 f"{name}{at}: {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
@@ -206,6 +209,10 @@ def _check_tensors(at: str, **given: object) -> None:
         if value.is_nested or value.layout is not torch.strided:
             kind = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
             raise ArgumentError(f"{name}{at}: {kind}; allowed: a dense tensor, of layout torch.strided")
+        if type(value) not in (*PLAIN_TENSORS, AsyncCollectiveTensor) and not torch.compiler.is_compiling():
+            if is_traceable_wrapper_subclass(value):  # made of other tensors
+                kind = type(value).__name__
+                raise ArgumentError(f"{name}{at}: a {kind}, without memory of its own; allowed: a torch.Tensor")
 
 
 def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

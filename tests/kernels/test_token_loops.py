@@ -255,5 +255,3 @@ def test_experts_of_many_sources() -> None:
     start, limit = torch.arange(number, dtype=torch.int32) // 2, torch.ones(number, dtype=torch.int32)
     rows = locate_rows(expert, torch.zeros_like(expert), Groups(start, limit, *[limit[:0]] * 5), experts)
     assert rows.row.equal(start[expert.gather(1, rows.key.long() % 4)])
-
-
