@@ -7,6 +7,7 @@ from .boxes import SourceRows, StridedBoxes, TargetRows, Where, source_views, ta
 from .channel import SLOT, UNLIMITED, Channel, Code, Failure, pack
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
+from .cpu_code.compile import cpu_target, why_not_compiled
 from .current_device import capturing, on_device
 from .direct_boxes import DirectTable, DirectUse
 from .launch import interpreted, processors_of, recorded_launches, runs_on, uploaded
@@ -108,6 +109,7 @@ __all__ = [
     "copy_launches",
     "copy_rows",
     "copy_table",
+    "cpu_target",
     "dequantize_rows",
     "fill_rows",
     "gather_values",
@@ -150,4 +152,5 @@ __all__ = [
     "wait_limit",
     "weigh_rows",
     "window_table",
+    "why_not_compiled",
 ]

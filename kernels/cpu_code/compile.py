@@ -1,8 +1,8 @@
 """Compiles LLVM IR for this machine's CPU by the LLVM inside Triton, and loads the machine code: no C compiler is
 needed.
 
-A function of `llvm_ir` calls nothing and has no constants in memory, so that its code needs no linker: it is copied
-from the object file into executable memory as it is.
+A function of `llvm_ir` calls nothing, so that its code needs no linker: it is copied from the object file into
+executable memory, with its constants.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ import platform
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 
 from .llvm_ir import Function
 
 _log = logging.getLogger(__name__)
 
+# By machine: LLVM's name of the target, and the processor with the least.
+_TARGETS = {"x86_64": ("X86", "x86-64"), "aarch64": ("AArch64", "generic")}
+# Of ELF: kinds of sections, the machine, and relocations by 32-bit distances (R_X86_64_PC32 and _PLT32).
+_SYMBOLS, _RELOCATIONS, _X86_64, _DISTANCES = 2, (4, 9), 62, (2, 4)
 _PARALLEL = 1 << 20  # bytes that are worth another thread
 
 
@@ -47,7 +53,7 @@ class Loop:
         try:
             code, start = machine_code(object_file(function.ir()), function.name)
             self._memory = executable(code)
-        except (ImportError, OSError, ValueError, RuntimeError) as error:
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
             raise NotCompiledError(f"{function.name}: {error}") from error
         # The code runs without Python's lock.
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._memory.ctypes.data + start)
@@ -94,52 +100,117 @@ def why_not_compiled() -> str:
     return ""
 
 
-def target() -> tuple[str, str]:
-    """The triple and the processor that code is compiled for.
+def cpu_target() -> tuple[str, str]:
+    """The machine and the features of its CPU that code is compiled for.
 
     Raises:
-        ValueError: this machine is not one of those.
+        ValueError: nothing is compiled for this machine.
     """
     machine = platform.machine()
-    if platform.system() != "Linux" or machine not in ("x86_64", "aarch64"):
-        raise ValueError(f"this is {platform.system()} {machine}; allowed: Linux on x86_64 or aarch64")
-    if machine == "aarch64":
-        return "aarch64-unknown-linux-gnu", "generic"
-    has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return "x86_64-unknown-linux-gnu", "x86-64-v3" if has_avx2 else "x86-64"
+    if platform.system() != "Linux" or machine not in _TARGETS:
+        raise ValueError(f"this is {platform.system()} {machine}; allowed: Linux on {' or '.join(_TARGETS)}")
+    # As torch's own code for such CPUs.
+    return machine, "+avx2,+f16c" if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else ""
 
 
 def object_file(ir: str) -> bytes:
-    """Compile for this machine. Products and sums are not fused."""
-    from triton._C.libtriton import llvm
+    """Compile for this machine. Products and sums are not fused.
 
-    llvm.init_targets()
-    return bytes(llvm.translate_to_asm(ir, *target(), "", [], False, True))
+    Raises:
+        ValueError: this Triton does not compile for this machine's CPU.
+    """
+    machine, features = cpu_target()
+    translate, processor = _llvm(machine).translate_to_asm, _TARGETS[machine][1]
+    # Flags; not fused; an object file.
+    arguments = ir, f"{machine}-unknown-linux-gnu", processor, features, list[str](), False, True
+    for more in (), (False,):  # from triton 3.8 on: whether addresses are made canonical
+        try:
+            return bytes(translate(*arguments, *more))
+        except TypeError:
+            continue
+    raise ValueError(f"triton {triton.__version__} takes other arguments to compile")
+
+
+@cache
+def _llvm(machine: str) -> Any:
+    """Triton's LLVM, which can compile for the CPU of this machine.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    from triton._C import libtriton
+
+    libtriton.llvm.init_targets()
+    # Triton 3.9 initialises the targets of GPUs only. To compile for one that was not initialised ends the process.
+    library, target = ctypes.CDLL(libtriton.__file__), f"LLVMInitialize{_TARGETS[machine][0]}"
+    if hasattr(library, f"{target}Target"):
+        for part in ("TargetInfo", "Target", "TargetMC", "AsmPrinter", "AsmParser"):
+            library[target + part]()
+    elif not triton.__version__.startswith("3.6."):
+        raise ValueError(f"triton {triton.__version__} does not offer LLVM's target {_TARGETS[machine][0]}")
+    return libtriton.llvm
 
 
 def machine_code(elf: bytes, name: str) -> tuple[bytes, int]:
-    """Return the code in an ELF object file of 64 bits, and where in it a function begins.
+    """Return what an ELF object file of 64 bits has to load, and where in it a function begins: its code, then its
+    constants. The code refers to these by their distance, so that it runs wherever it lies.
 
     Raises:
-        ValueError: the code refers to other memory, or calls something; or the function is not there.
+        ValueError: the code refers to other memory, calls something, or refers to constants in another way; or the
+            function is not there.
     """
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, number = struct.unpack_from("<HH", elf, 0x3A)
-    # name, type, flags, address, offset, size, link, info
-    sections = [struct.unpack_from("<IIQQQQII", elf, table + i * size) for i in range(number)]
-    executable_flag, relocations, symbols = 4, (4, 9), 2
-    (text,) = [i for i, section in enumerate(sections) if section[2] & executable_flag and section[5]]
-    if any(kind in relocations and info == text for _, kind, *_, info in sections):
-        raise ValueError("the code refers to other memory")
-    code = elf[sections[text][4] :][: sections[text][5]]
-    for _, kind, _, _, offset, nbytes, names, _ in sections:
-        if kind == symbols:
-            for at in range(offset, offset + nbytes, 24):
-                of_name, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", elf, at)
-                given = elf[sections[names][4] + of_name :]
-                if section == text and given.startswith(name.encode() + b"\0"):
-                    return code, value
-    raise ValueError(f"the code has no function {name}")
+    sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", elf, table + i * size)) for i in range(number)]
+    image, begins = bytearray(), {}
+    for i in sorted(range(number), key=lambda i: not sections[i].is_code):
+        section = sections[i]
+        if section.is_loaded:
+            image += bytes(-len(image) % max(section.align, 1))
+            begins[i] = len(image)
+            image += elf[section.offset :][: section.nbytes]
+    (symbols,) = [section for section in sections if section.kind == _SYMBOLS]
+    places, start = [], None
+    for at in range(symbols.offset, symbols.offset + symbols.nbytes, 24):
+        name_at, _, _, i, value, _ = struct.unpack_from("<IBBHQQ", elf, at)
+        places.append(begins[i] + value if i in begins else None)
+        if elf[sections[symbols.link].offset + name_at :].startswith(name.encode() + b"\0") and name_at:
+            start = places[-1]
+    for section in sections:
+        if section.kind in _RELOCATIONS and section.info in begins:
+            for at in range(section.offset, section.offset + section.nbytes, 24):
+                offset, kind, symbol, addend = struct.unpack_from("<QIIq", elf, at)
+                place, where = places[symbol], begins[section.info] + offset
+                if place is None or kind not in _DISTANCES or elf[0x12] != _X86_64:
+                    raise ValueError("the code refers to other memory")
+                struct.pack_into("<i", image, where, place + addend - where)
+    if start is None:
+        raise ValueError(f"the code has no function {name}")
+    return bytes(image), start
+
+
+class _Section(NamedTuple):
+    """The header of a section of an ELF file."""
+
+    name: int
+    kind: int
+    flags: int
+    address: int
+    offset: int
+    nbytes: int
+    link: int
+    info: int
+    align: int
+    entry: int
+
+    @property
+    def is_code(self) -> bool:
+        return bool(self.flags & 4)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Code and constants; not tables for debuggers and for exceptions, of which the code has none."""
+        return self.kind == 1 and bool(self.flags & 2) and self.nbytes > 0
 
 
 def executable(code: bytes) -> npt.NDArray[np.uint8]:

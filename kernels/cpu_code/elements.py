@@ -11,13 +11,11 @@ _KINDS = {torch.float32: "float", torch.bfloat16: "i16", torch.float16: "half"}
 
 
 class Elements:
-    """n adjacent elements of float32, bfloat16 or float16. Made outside of loops: it has constants."""
+    """n adjacent elements of float32, bfloat16 or float16."""
 
     def __init__(self, f: Function, dtype: torch.dtype, n: int) -> None:
         self.n, self.float = n, f"<{n} x float>"
         self._f, self._dtype, self._kind = f, dtype, f"<{n} x {_KINDS[dtype]}>"
-        if dtype is torch.bfloat16:
-            self._one, self._half, self._nan = (f.constant("i32", bits).splat(n) for bits in (1, 0x7FFF, 0x7FC0))
 
     def load(self, pointer: Value) -> Value:
         return self._widened(self._f.load(self._kind, pointer))
@@ -37,6 +35,7 @@ class Elements:
     def _narrowed(self, value: Value) -> Value:
         if self._dtype is torch.bfloat16:
             bits = value.bits("i32")
-            rounded = (bits + self._half + (bits >> 16 & self._one)) >> 16
-            return value.is_nan().where(self._nan, rounded).to("i16")
+            rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+            nan = self._f.constant(rounded.kind, 0x7FC0)
+            return value.is_nan().where(nan, rounded).to("i16")
         return value if self._dtype is torch.float32 else value.to("half")

@@ -7,8 +7,6 @@ what they run as Python functions, as those of JAX do; values that change in a l
     x, n = f.pointer("x"), f.number("n")
     total, = f.loop(0, n, lambda i, total: [total + f.load("float", x, i)], [f.zero("float")])
     f.store(total, f.pointer("out"))
-
-Constants lie in the instructions: other memory is not there when the code runs.
 """
 
 from __future__ import annotations
@@ -166,13 +164,10 @@ class Function:
     def pointer(self, parameter: str) -> Value:
         return self.number(parameter, "ptr")
 
-    def constant(self, kind: str, bits: int) -> Value:
-        """A number of 32 bits that the compiler does not know: it would place vectors of a known one in memory."""
-        number = self.new("i32", f'call i32 asm "", "=r,0"(i32 {bits})')
-        return number if kind == "i32" else number.bits(kind)
-
-    def integer(self, kind: str, value: int) -> Value:
-        return Value(self, kind, str(value))
+    def constant(self, kind: str, value: int | float) -> Value:
+        """A number; for a vector, of all of its elements."""
+        element = kind.strip("<>").split(" x ")[-1]
+        return Value(self, kind, f"splat ({element} {value})" if kind[0] == "<" else str(value))
 
     def zero(self, kind: str) -> Value:
         return Value(self, kind, "zeroinitializer")
@@ -220,7 +215,7 @@ class Function:
         self._begin(inside)
         results = body(i, *carried) or ()
         following = i + step
-        first = begin if isinstance(begin, Value) else self.integer("i64", begin)
+        first = begin if isinstance(begin, Value) else self.constant("i64", begin)
         entries = [(i, first, following), *zip(carried, values, results, strict=True)]
         phis = [f"  {x.name} = phi {x.kind} [{a.name}, %{before}], [{b.name}, %{self._block}]" for x, a, b in entries]
         self._branch(head)

@@ -15,7 +15,6 @@ from .quantize_rows import QuantizedRows
 from .rows import CHUNK, Buffers, TokenRows
 
 _COLUMNS = 32  # elements of a vector; those of a scale are a multiple
-_ONE = 0x3F800000  # the bits of 1.0
 
 
 def combine_rows_cpu(
@@ -33,15 +32,16 @@ def combine_rows_cpu(
     if loop is None:
         combine_rows_torch(rows, buffers, out, weights, add, nodes, quantized)
         return
+    key, row = rows.key.contiguous(), rows.row.contiguous()
     if weights is not None and weights.stride(1) != 1:
         weights = weights.contiguous()
     given = [(0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.itemsize) for x in (weights, out, add)]
     addresses, row_bytes = buffers.host_addresses(), buffers.shape[1] * buffers.dtype.itemsize
     scales_at, group = (0, 1) if quantized is None else (quantized.scales_at, max(quantized.how.group or hidden, 1))
     loop(
-        tokens, tokens * k * row_bytes, rows.key.data_ptr(), rows.row.data_ptr(), addresses.data_ptr(),
+        tokens, tokens * k * row_bytes, key.data_ptr(), row.data_ptr(), addresses.data_ptr(),
         *(x for pair in given for x in pair), 0 if nodes is None else nodes.data_ptr(),
-        k, hidden, row_bytes, scales_at, group, _float8_values().ctypes.data,
+        k, hidden, row_bytes, scales_at, group, 0 if quantized is None else _float8_values().ctypes.data,
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ class _Sums:
             f.number("group"),
             f.pointer("float8_values"),
         )
-        self.weighted, self.adds, self.one = f.is_given(self.weights), f.is_given(self.add), f.constant("float", _ONE)
+        self.weighted, self.adds, self.one = f.is_given(self.weights), f.is_given(self.add), f.constant("float", 1.0)
         # Of each pair of a token that has a row: where that is, its weight, and whether it is the first of its
         # destination (1), and of its node (2).
         self.address, self.weight, self.starts = (f.stack(kind, self.k) for kind in ("ptr", "float", "i32"))
@@ -125,8 +125,8 @@ class _Sums:
 
             return f.when(row >= 0, kept, [number, last, last_node])
 
-        none = f.integer("i32", -1)
-        number, _, _ = f.loop(0, self.k, pair, [f.integer("i64", 0), none, none])
+        none = f.constant("i32", -1)
+        number, _, _ = f.loop(0, self.k, pair, [f.constant("i64", 0), none, none])
         return number
 
     def sum(self, elements: Elements, c: Value, number: Value) -> Value:
@@ -212,7 +212,7 @@ def combine_rows_torch(
 
 def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> None:
     """gather_values on the CPU; `out` holds zeros."""
-    key, row = rows.key, rows.row
+    key, row = rows.key.contiguous(), rows.row.contiguous()
     (tokens, k), loop = key.shape, _values_loop()
     if loop is None:
         destination = key // max(k, 1)

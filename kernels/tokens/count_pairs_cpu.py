@@ -35,7 +35,7 @@ def _counts_loop(ids_dtype: torch.dtype) -> Loop | None:
     f = Function("counts", ("first", "end", "ids", "experts", "table", "physical_experts", "expert", "place", "counts"))
     ids, table, expert, place, counts = (f.pointer(name) for name in ("ids", "table", "expert", "place", "counts"))
     experts, bad = f.number("experts"), f.at(counts, f.number("physical_experts") * 4)
-    has_table, none = f.is_given(table), f.integer("i32", -1)
+    has_table, none = f.is_given(table), f.constant("i32", -1)
 
     def pair(p: Value) -> None:
         index = f.load("i32" if ids_dtype is torch.int32 else "i64", ids, p).signed_to("i64")
@@ -51,7 +51,7 @@ def _counts_loop(ids_dtype: torch.dtype) -> Loop | None:
 
         (of_pair,) = f.when(valid, looked_up, [none])
         (number,) = f.when(of_pair >= 0, counted, [none])
-        is_bad = valid.where(f.integer("i1", 0), index.differs(-1))
+        is_bad = valid.where(f.constant("i1", 0), index.differs(-1))
         f.store(f.load("i32", bad) + is_bad.to("i32"), bad)
         f.store(of_pair, expert, p)
         f.store(number, place, p)

@@ -40,7 +40,7 @@ def _locations_loop() -> Loop | None:
     pointers = "expert", "place", "start", "limit", "destination", "key", "row"
     expert, place, start, limit, destination, key, row = (f.pointer(name) for name in pointers)
     destinations, k = f.number("destinations", "i32"), f.number("k")
-    k32, none = k.to("i32"), f.integer("i32", -1)
+    k32, none = k.to("i32"), f.constant("i32", -1)
     keys, rows = f.stack("i32", k), f.stack("i32", k)
 
     def locate(pair: Value, i: Value) -> None:
@@ -58,7 +58,7 @@ def _locations_loop() -> Loop | None:
     def sort(first: Value, i: Value) -> None:
         of_pair = f.load("i32", keys, i)
         (before,) = f.loop(
-            0, k, lambda j, before: [before + (f.load("i32", keys, j) < of_pair).to("i64")], [f.integer("i64", 0)]
+            0, k, lambda j, before: [before + (f.load("i32", keys, j) < of_pair).to("i64")], [f.constant("i64", 0)]
         )
         f.store(of_pair, key, first + before)
         f.store(f.load("i32", rows, i), row, first + before)

@@ -29,6 +29,7 @@ def push_rows_cpu(
     if loop is None:
         push_rows_torch(x, rows, buffers, weights, weight_buffers)
     else:
+        key, row = rows.key.contiguous(), rows.row.contiguous()
         if weights is not None and weights.stride(1) != 1:
             weights = weights.contiguous()
         row_bytes, addresses = x.shape[1] * x.itemsize, buffers.host_addresses()
@@ -36,7 +37,7 @@ def push_rows_cpu(
         if weights is not None and weight_buffers is not None:
             given, numbers = (weights.data_ptr(), weights.stride(0) * 4), weight_buffers.host_addresses()
         loop(
-            tokens, tokens * k * row_bytes, rows.key.data_ptr(), rows.row.data_ptr(), addresses.data_ptr(),
+            tokens, tokens * k * row_bytes, key.data_ptr(), row.data_ptr(), addresses.data_ptr(),
             x.data_ptr(), x.stride(0) * x.itemsize, row_bytes, *given,
             0 if numbers is None else numbers.data_ptr(), k,
         )  # fmt: skip

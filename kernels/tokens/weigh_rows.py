@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...errors import ArgumentError
 from ..dtypes import ELEMENTS, decode, encode
 from ..launch import Constants, Launches, interpreted, runs_on
 from .rows import RowLaunch, check_rows, programs_of, row_alignment, row_constants
@@ -72,6 +73,8 @@ def weigh_rows(
     size, hidden = out.shape
     for name, x in (("gradient", gradient), ("values", values), ("out", out)):
         check_rows(name, x, (size, hidden), out.dtype)
+        if not x.is_contiguous():
+            raise ArgumentError(f"{name}: strides {x.stride()}; allowed: contiguous")
     if not runs_on(out.device):
         weigh_rows_cpu(gradient, values, weights, num_rows, out, weight_gradient)
         return

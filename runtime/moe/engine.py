@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -126,7 +126,7 @@ class TokenEngine:
             known: the records of an earlier dispatch of the same ids, whose overflow has been noted.
         """
         with on_device(self.transfers[0].device):
-            tokens = [self._tokens_in_memory(item) for item in tokens]
+            tokens = [Tokens(self._rows_of(x), ids, weights) for x, ids, weights in in_memory(*tokens)]
             received: list[Received] = self.run(DISPATCH, self._dispatches(tokens, outs, known))
             if self.started.overflows:
                 self.started.note(self._overflow)  # they were before this one
@@ -137,7 +137,7 @@ class TokenEngine:
     def _start_dispatch(self, tokens: Sequence[Tokens]) -> Callable[[], list[Received]]:
         """Start to send tokens to their destinations; return a function that waits for what the ranks receive."""
         with on_device(self.transfers[0].device):
-            tokens = [self._tokens_in_memory(item) for item in tokens]
+            tokens = [Tokens(self._rows_of(x), ids, weights) for x, ids, weights in in_memory(*tokens)]
             outs = self._new_copies(tokens) if self.config.save == "copy" else None
             given = [x for items in (tokens, outs or ()) for item in items for x in item]
             wait = self.start(DISPATCH, self._dispatches(tokens, outs, None), given)
@@ -203,8 +203,8 @@ class TokenEngine:
         weights: Sequence[torch.Tensor | None],
         adds: Sequence[torch.Tensor | None],
     ) -> list[Steps[Any]]:
-        tensors = ([in_memory(x) for x in of_ranks] for of_ranks in (values, outs, weights, adds))
-        items = zip(self.transfers, records, *tensors, strict=True)
+        values, weights, adds = in_memory(values, weights, adds)
+        items = zip(self.transfers, records, values, outs, weights, adds, strict=True)
         return [
             t.combine(r, v, out, w, None if add is None else contiguous_rows(add)) for t, r, v, out, w, add in items
         ]
@@ -222,8 +222,8 @@ class TokenEngine:
             gradients: [rows, H], of the received rows.
             weight_gradients: float32 [rows], of the received weights.
         """
-        tensors = ([in_memory(x) for x in of_ranks] for of_ranks in (gradients, weight_gradients, outs))
-        items = zip(self.transfers, records, *tensors, strict=True)
+        gradients, weight_gradients = in_memory(gradients, weight_gradients)
+        items = zip(self.transfers, records, gradients, weight_gradients, outs, strict=True)
         runs = [t.combine(r, g.contiguous(), out, None, None, w.contiguous()) for t, r, g, w, out in items]
         with on_device(self.transfers[0].device):
             return self.run(UNDISPATCH, runs)
@@ -245,8 +245,8 @@ class TokenEngine:
             weight_outs: memory for the second ones.
         """
         nothing: list[Any] = [None] * len(gradients)
-        given = [in_memory(v).contiguous() for v in values] or nothing
-        gradients = [in_memory(g) for g in gradients]
+        gradients, values = in_memory(gradients, values)
+        given = [v.contiguous() for v in values] or nothing
         items = zip(self.transfers, records, gradients, given, outs or nothing, weight_outs or nothing, strict=True)
         with on_device(self.transfers[0].device):
             results = self.run(
@@ -265,12 +265,8 @@ class TokenEngine:
         received = zip(self._new_received(tokens), scales, strict=True)
         return [of_rank if scale is None else (*of_rank, scale) for of_rank, scale in received]
 
-    def _tokens_in_memory(self, tokens: Tokens) -> Tokens:
-        """Return the tokens with the rows that their dispatch sends."""
-        x, ids, weights = map(in_memory, tokens)
-        return Tokens(self._rows_of(x), ids, weights)
-
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows that a dispatch of `x` sends."""
         quantized, packed = self.config.quantized, self.config.packed
         if quantized is None or packed is None or self.transfers[0].pushed_quantized is not None:
             return contiguous_rows(x)
@@ -285,16 +281,20 @@ class TokenEngine:
         ]
 
 
-@overload
-def in_memory(x: torch.Tensor) -> torch.Tensor: ...
-@overload
-def in_memory(x: torch.Tensor | None) -> torch.Tensor | None: ...
-def in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor whose memory holds its values: of an `AsyncCollectiveTensor`, which has none, the tensor that it
-    waits for; of one with the negative bit a copy; otherwise x itself."""
+def in_memory(*of_ranks: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    """Return tensors of ranks whose memory holds their values, and None as it is. Those of an `AsyncCollectiveTensor`
+    are in the tensor that it waits for; one with the negative bit is copied."""
+    for tensors in of_ranks:
+        for x in tensors:
+            if x is not None and (type(x) is AsyncCollectiveTensor or x.is_neg()):
+                return [[_in_memory(x) for x in tensors] for tensors in of_ranks]
+    return of_ranks
+
+
+def _in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
     if type(x) is AsyncCollectiveTensor:
         x = x.wait()
-    return x if x is None or not x.is_neg() else x.resolve_neg()
+    return None if x is None else x.resolve_neg()
 
 
 def engine_of(handle: int) -> TokenEngine:

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import ArgumentError, shown
 from ...kernels import has_contiguous_rows
-from ..dtensor.local import PLAIN_TENSORS
 from ..dtensor.overlap import overlaps_itself, ranges_overlap
 from .config import DispatchConfig
 from .dispatch_record import Tokens
@@ -143,14 +141,17 @@ def check_combine(
         _check_tensors(at, **{name: tensor})
         _check_device(name + at, tensor, device)
         adjacent = tensor.dim() != 2 or has_contiguous_rows(tensor)
-        unwritable = name == "out" and (overlaps_itself(tensor) or tensor.is_neg())
-        if tensor.shape != shape or tensor.dtype is not config.dtype or not adjacent or unwritable:
+        written_twice = name == "out" and overlaps_itself(tensor)
+        if tensor.shape != shape or tensor.dtype is not config.dtype or not adjacent or written_twice:
             apart = ", rows that do not overlap" if name == "out" else ""
             raise ArgumentError(
                 f"{name}{at}: {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
                 f"{config.dtype} of shape {shape}, the elements of a row adjacent{apart}"
             )
     if out is not None and not torch.compiler.is_compiling():  # traced tensors have no addresses
+        if type(out) is AsyncCollectiveTensor or out.is_neg():
+            kind = "an AsyncCollectiveTensor" if type(out) is AsyncCollectiveTensor else "with the negative bit"
+            raise ArgumentError(f"out{at}: {kind}; allowed: a tensor whose memory holds its values")
         read = {f"expert_output{at}": values}
         if add is not None and (out.data_ptr(), out.stride()) != (add.data_ptr(), add.stride()):
             read[f"add{at}"] = add  # `out` itself is allowed
@@ -209,10 +210,9 @@ def _check_tensors(at: str, **given: object) -> None:
         if value.is_nested or value.layout is not torch.strided:
             kind = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
             raise ArgumentError(f"{name}{at}: {kind}; allowed: a dense tensor, of layout torch.strided")
-        if type(value) not in (*PLAIN_TENSORS, AsyncCollectiveTensor) and not torch.compiler.is_compiling():
-            if is_traceable_wrapper_subclass(value):  # made of other tensors
-                kind = type(value).__name__
-                raise ArgumentError(f"{name}{at}: a {kind}, without memory of its own; allowed: a torch.Tensor")
+        if type(value) is not AsyncCollectiveTensor and hasattr(type(value), "__tensor_flatten__"):
+            kind = type(value).__name__  # it is made of other tensors
+            raise ArgumentError(f"{name}{at}: a {kind}, without memory of its own; allowed: a torch.Tensor")
 
 
 def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

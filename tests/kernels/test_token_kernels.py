@@ -424,16 +424,9 @@ def check_combine(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidd
 
 
 @pytest.mark.parametrize("hidden", [1024, 2500], ids=str)
-def test_combine_rows_of_several_blocks(device, hidden, monkeypatch):
-    monkeypatch.setattr(sys.modules["shardweave.kernels.tokens.combine_rows"], "CHUNK", 2048)
+def test_combine_rows_of_several_blocks(device, hidden):
     rng = np.random.default_rng(1)
     check_combine(rng, random_case(rng, "odd", k=5, tokens=[2, 1, 0]), torch.bfloat16, hidden, device)
-
-
-def test_combine_rows_of_some_tokens_at_a_time(monkeypatch):
-    monkeypatch.setattr(sys.modules["shardweave.kernels.tokens.combine_rows"], "CHUNK", 3 * 5 * 8)  # 3 tokens
-    rng = np.random.default_rng(2)
-    check_combine(rng, random_case(rng, "odd", k=5, tokens=[7, 3, 0]), torch.float32, 8, "cpu")
 
 
 def test_combine_rows_rounds_sum_of_each_destination(device):
@@ -464,9 +457,7 @@ def test_combine_rows_rounds_sum_of_each_node(device):
 
 
 @pytest.mark.parametrize("dtype, hidden", list(zip([*DTYPES, torch.bfloat16], (64, 48, 3, 2500), strict=True)), ids=str)
-def test_weigh_rows(device, dtype, hidden, monkeypatch):
-    # On the CPU 4 rows at a time, or 1 where they are long.
-    monkeypatch.setattr(sys.modules["shardweave.kernels.tokens.weigh_rows"], "CHUNK", 8 * min(hidden, 64))
+def test_weigh_rows(device, dtype, hidden):
     rng = np.random.default_rng(4)
     for n in (0, 1, 13):
         gradient, values = (tokens_like(rng, (20, hidden), dtype, device) for _ in range(2))

@@ -64,11 +64,13 @@ def of_ranks(rank: int) -> None:
             assert d.combine(routed.x, routed, add=t.x).equal(wanted[0])
         with pytest.raises(ArgumentError, match="x: a TwoTensor, without memory of its own; allowed: a torch.Tensor"):
             d.dispatch(TwoTensor(t.x, t.x), t.ids, t.weights)
-        out = torch._neg_view(torch.zeros(T, H))
         with torch.no_grad():
             routed = d.dispatch(t.x, t.ids, t.weights)
-            with pytest.raises(ArgumentError, match="out: "):
-                d.combine(routed.x, routed, out=out)
+            for out, kind in ((negated(t.x), "with the negative bit"), (pending(t.x), "an AsyncCollectiveTensor")):
+                with pytest.raises(
+                    ArgumentError, match=f"out: {kind}; allowed: a tensor whose memory holds its values"
+                ):
+                    d.combine(routed.x, routed, out=out)
 
 
 @pytest.mark.multi
