@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from ....errors import DisagreementError, MeetingTimeoutError, PeerError
-from .calls import Calls, key_of
+from .calls import CallRecord, Calls, key_of
 from .peer_reports import PeerReports, own_settings
 
 _PEER_GRACE = 2.0  # seconds that an error waits for the description of the peer's call
@@ -76,16 +76,17 @@ class PeerErrors:
             )
         self.reports.keep_waiting()
         deadline = time.monotonic() + _PEER_GRACE
-        peer_call: str | None = None
+        peer_call = "something else, of which it wrote nothing"
         with suppress(dist.DistError):
-            while peer_call is None and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
                 if refusal := self.refusal(peer):
                     return refusal
                 if (report := self.reports.waiting(peer)) is not None:
                     peer_call = str(report.call)
-                else:
-                    time.sleep(0.005)
-        return self._different_calls(peer, peer_call or "something else, of which it wrote nothing")
+                    if not self._is_earlier(report.call):
+                        break
+                time.sleep(0.005)
+        return self._different_calls(peer, peer_call)
 
     def refusal(self, peer: int) -> DisagreementError | None:
         """The error if a peer has refused this rank's call; None if it has not."""
@@ -125,6 +126,11 @@ class PeerErrors:
             and report.numbers.get(key_of(mine.ranks), 0) < mine.number
         )
         return self._different_calls(peer, str(theirs)) if is_deadlock and seen_before else None
+
+    def _is_earlier(self, call: CallRecord) -> bool:
+        """Whether a call is before this rank's of the same ranks. A peer writes of its current call once its wait
+        lasts; until then there may be the description of one before."""
+        return call.ranks == self.calls.current.ranks and call.number < self.calls.current.number
 
     def _different_calls(self, peer: int, peer_call: str) -> DisagreementError:
         note, own_call = "", self.calls.current

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shardweave.errors import DisagreementError, MeetingTimeoutError, PeerError
-from shardweave.runtime.transports.rendezvous import long_wait, peer_reports
+from shardweave.runtime.transports.rendezvous import long_wait, peer_errors, peer_reports
 from shardweave.runtime.transports.rendezvous.long_wait import LongWait
 from shardweave.runtime.transports.rendezvous.rendezvous import Rendezvous
 
@@ -99,6 +99,32 @@ def test_wait_ends_on_different_request() -> None:
     )
     with pytest.raises(DisagreementError, match="made different requests"):
         looked(theirs, 0)
+
+
+@pytest.mark.parametrize("writes", ["its call", "nothing more"])
+def test_disagreement_does_not_name_a_call_that_is_over(writes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer describes its call once its wait lasts; until then its last description may still be in the store."""
+    one, other = connected()
+    for rendezvous in (one, other):
+        rendezvous.begin((0, 1), 5, "a")
+    other.reports.write_waiting(1)
+    one.begin((0, 1), 6, "b")
+    other.begin((0, 1), 7, "c")
+    polls = 0
+
+    def polled(peer: int) -> None:
+        nonlocal polls
+        polls += 1
+        if polls == 3 and writes == "its call":
+            other.reports.write_waiting(1)
+
+    monkeypatch.setattr(one.errors, "refusal", polled)
+    monkeypatch.setattr(peer_errors, "_PEER_GRACE", 0.2)
+    text = str(one.errors.disagreement(1))
+    assert "rank 0 is in call 2 of ranks (0, 1): b; " in text
+    # If it writes nothing more, it may be in that call after all.
+    known = "call 2 of ranks (0, 1): c" if writes == "its call" else "call 1 of ranks (0, 1): a"
+    assert f"rank 1 is in {known}; " in text
 
 
 def test_wait_without_a_store_ends_when_the_peer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
