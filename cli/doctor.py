@@ -72,7 +72,7 @@ def software() -> Iterator[Finding]:
         yield Finding("software", "TRITON_INTERPRET", "1", problem)
     why = why_not_compiled()
     if why:
-        problem = f"torch operations dispatch and combine tokens on CPUs, several times as slow: {why}"
+        problem = f"torch operations dispatch and combine tokens on CPUs, many times as slow: {why}"
         yield Finding("software", "loops on CPUs", "not compiled", problem)
     else:
         yield Finding("software", "loops on CPUs", f"compiled by triton: {' '.join(filter(None, cpu_target()))}")

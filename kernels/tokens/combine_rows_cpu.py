@@ -177,37 +177,37 @@ def combine_rows_torch(
 ) -> None:
     """combine_rows in torch operations, by its definition: a pair of each token at a time."""
     (tokens, k), (_, hidden), dtype = rows.key.shape, out.shape, out.dtype
-    if not k:
-        out.copy_(torch.zeros_like(out) if add is None else add)
-        return
     parts, most = buffers.parts(), max(1, CHUNK // max(hidden, 1))
     for first in range(0, tokens, most):
         these = slice(first, first + most)
-        key, row = rows.key[these].long(), rows.row[these].long()
-        total = torch.zeros((len(key), hidden), device=out.device)
-        of_nodes, partial, value = (torch.zeros_like(total) for _ in range(3))
+        key, row, result = rows.key[these].long(), rows.row[these].long(), out[these]
+        total, partial, of_nodes = (torch.zeros(result.shape, device=out.device) for _ in range(3))
         last, last_node = (torch.full((len(key),), -1, device=out.device) for _ in range(2))
+
+        def move(chosen: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+            at = chosen.nonzero()[:, 0]
+            target.index_add_(0, at, source.index_select(0, at).to(dtype).float())
+            source.index_fill_(0, at, 0)
+
         for of_key, of_row in zip(key.T, row.T, strict=True):
             destination, kept = of_key // k, of_row >= 0
-            for i, (tensor, before) in enumerate(parts):
-                at = (kept & (destination == i)).nonzero()[:, 0]
-                read = tensor[of_row[at] - before]
-                value[at] = read.float() if quantized is None else quantized.values(read, hidden)
-            product = value if weights is None else value * weights[these].gather(1, (of_key % k)[:, None])
-            moved = kept & (destination != last)
-            total = torch.where(moved[:, None], total + partial.to(dtype).float(), total)
+            move(kept & (destination != last), partial, total)
             if nodes is not None:
                 node = torch.where(kept, nodes[destination.where(kept, 0)].long(), last_node)
-                left, last_node = node != last_node, node
-                of_nodes = torch.where(left[:, None], of_nodes + total.to(dtype).float(), of_nodes)
-                total = torch.where(left[:, None], 0.0, total)
-            partial = torch.where(moved[:, None], 0.0, partial)
-            partial = torch.where(kept[:, None], partial + product, partial)
+                move(node != last_node, total, of_nodes)
+                last_node = node
+            for i, (tensor, before) in enumerate(parts):
+                at = (kept & (destination == i)).nonzero()[:, 0]
+                value = tensor.index_select(0, of_row[at] - before)
+                value = value.float() if quantized is None else quantized.values(value, hidden)
+                if weights is not None:
+                    value *= weights[first + at, of_key[at] % k][:, None]
+                partial.index_add_(0, at, value)
             last = torch.where(kept, destination, last)
         total += partial.to(dtype).float()
         if nodes is not None:
             total = of_nodes + total.to(dtype).float()
-        out[these] = total if add is None else total + add[these]
+        result.copy_(total if add is None else total + add[these])
 
 
 def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> None:

@@ -62,7 +62,7 @@ def push_rows_torch(
     for i, (buffer, first) in enumerate(buffers.parts()):
         token, at = ((rows.row >= 0) & (destination == i)).nonzero(as_tuple=True)
         row = rows.row[token, at].long() - first
-        buffer[row] = x[token]
+        buffer.index_copy_(0, row, x.index_select(0, token))
         if weights is not None and numbers is not None:
             numbers[i][0][row] = weights[token, rows.key[token, at] % k]
 

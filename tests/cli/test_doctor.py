@@ -48,6 +48,17 @@ def run_doctor(path: Path, before: tuple[str, ...] = (), **environment: str) -> 
     return done.returncode, {finding["name"]: finding for finding in findings}
 
 
+def test_loops_that_are_not_compiled_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finding() -> doctor.Finding:
+        (found,) = [finding for finding in doctor.software() if finding.name == "loops on CPUs"]
+        return found
+
+    assert finding().problem is None and finding().value.startswith("compiled by triton: ")
+    monkeypatch.setattr(doctor, "why_not_compiled", lambda: "nothing: this is Linux riscv64")
+    assert finding().value == "not compiled"
+    assert str(finding().problem).endswith("many times as slow: nothing: this is Linux riscv64")
+
+
 def set_environment(
     monkeypatch: pytest.MonkeyPatch, transport: str | None = None, node_size: int | None = None
 ) -> None:
