@@ -25,7 +25,7 @@ from rich.table import Table
 
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
-from ..kernels import cpu_target, why_not_compiled
+from ..kernels import PAYLOADS, cpu_target, why_not_compiled
 from ..planner.render.explain import format_bytes
 from ..runtime.environment import (
     pretended_node_size,
@@ -70,10 +70,12 @@ def software() -> Iterator[Finding]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         problem = "kernels run in Triton's interpreter, which is very slow; unset it, except in tests"
         yield Finding("software", "TRITON_INTERPRET", "1", problem)
-    why = why_not_compiled()
-    if why:
-        problem = f"torch operations dispatch and combine tokens on CPUs, many times as slow: {why}"
-        yield Finding("software", "loops on CPUs", "not compiled", problem)
+    refused = {dtype: why for dtype in PAYLOADS if (why := why_not_compiled(dtype))}
+    if refused:
+        of = "not compiled: " + ", ".join(str(dtype).removeprefix("torch.") for dtype in refused)
+        why = next(iter(refused.values()))
+        problem = f"torch operations dispatch and combine such tokens on CPUs, many times as slow: {why}"
+        yield Finding("software", "loops on CPUs", of, problem)
     else:
         yield Finding("software", "loops on CPUs", f"compiled by triton: {' '.join(filter(None, cpu_target()))}")
 

@@ -7,7 +7,7 @@ from .boxes import SourceRows, StridedBoxes, TargetRows, Where, source_views, ta
 from .channel import SLOT, UNLIMITED, Channel, Code, Failure, pack
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
-from .cpu_code.compile import cpu_target, why_not_compiled
+from .cpu_code.compile import cpu_target
 from .current_device import capturing, on_device
 from .direct_boxes import DirectTable, DirectUse
 from .launch import interpreted, processors_of, recorded_launches, runs_on, uploaded
@@ -18,6 +18,7 @@ from .tiling import Launch, LaunchConfig
 from .tokens.block_scales import BLOCK_ROWS, block_rows, block_scales, block_scales_torch, block_width, unblocked_scales
 from .tokens.columns import Columns, column_words
 from .tokens.combine_rows import combine_rows, gather_values
+from .tokens.combine_rows_cpu import why_not_compiled
 from .tokens.copy_columns import copy_columns
 from .tokens.copy_rows import copy_rows, fill_rows
 from .tokens.count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, CountShare, count_pairs
@@ -26,7 +27,6 @@ from .tokens.locate_rows import MOST_K, locate_rows
 from .tokens.offer_rows import offer_rows
 from .tokens.offer_tokens import RowTables, offer_tokens
 from .tokens.push_rows import push_rows
-from .tokens.push_rows_cpu import padding_rows
 from .tokens.push_sums import push_sums
 from .tokens.quantize_rows import QUANTIZATIONS, Quantization, QuantizedRows, dequantize_rows, quantize_rows
 from .tokens.receive_rows import receive_rows
@@ -126,7 +126,6 @@ __all__ = [
     "on_device",
     "pack",
     "processors_of",
-    "padding_rows",
     "push_rows",
     "push_sums",
     "quantize_rows",

@@ -8,12 +8,13 @@ executable memory, with its constants.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import mmap
 import os
 import platform
 import struct
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 import torch
 import triton
 
+from ...errors import ArgumentError
 from .llvm_ir import Function
 
 _log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class NotCompiledError(Exception):
 
 class Loop:
     """A compiled function whose first parameters are `first` and `end`: it does iterations `first` to `end`
-    (exclusive) of its outer loop, which do not depend on one another.
+    (exclusive) of its outer loop.
 
     Attributes:
         name: of the function.
@@ -53,27 +55,54 @@ class Loop:
         try:
             code, start = machine_code(object_file(function.ir()), function.name)
             self._memory = executable(code)
-        except (ImportError, OSError, RuntimeError, ValueError) as error:
-            raise NotCompiledError(f"{function.name}: {error}") from error
+        except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as error:
+            raise NotCompiledError(str(error)) from error
         # The code runs without Python's lock.
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._memory.ctypes.data + start)
         self._parameters = ctypes.c_int64 * len(function.parameters)
 
-    def __call__(self, number: int, nbytes: int, *parameters: int) -> None:
-        """Do `number` iterations, on torch's number of threads if they read and write so many bytes.
+    def __call__(self, number: int, nbytes: int, *parameters: torch.Tensor | int | None) -> None:
+        """Do `number` iterations.
 
         Args:
-            parameters: those after `first` and `end`.
-        """
-        threads = min(torch.get_num_threads(), nbytes // _PARALLEL, number)
-        if threads <= 1:
-            self._call(self._parameters(0, number, *parameters))
-            return
-        bounds = [number * i // threads for i in range(threads + 1)]
-        list(_threads(os.getpid()).map(self._range, bounds, bounds[1:], [parameters] * threads))
+            nbytes: that they read and write. From 2 MiB on torch's number of threads share the iterations, which then
+                must not depend on one another. 0: one thread does them, in order.
+            parameters: those after `first` and `end`; of tensors their addresses, of None 0.
 
-    def _range(self, first: int, end: int, parameters: tuple[int, ...]) -> None:
-        self._call(self._parameters(first, end, *parameters))
+        Raises:
+            ArgumentError: a tensor has elements and no memory.
+        """
+        given = [x if isinstance(x, int) else 0 if x is None else _address(x) for x in parameters]
+        threads = min(torch.get_num_threads(), nbytes // _PARALLEL, number)
+        if threads > 1:
+            self._in_threads([number * i // threads for i in range(threads + 1)], given)
+        else:
+            self._call(self._parameters(0, number, *given))
+
+    def _in_threads(self, bounds: list[int], parameters: list[int]) -> None:
+        pool, futures = _threads(os.getpid()), []
+        try:
+            for first, end in itertools.pairwise(bounds[1:]):
+                try:
+                    futures.append(pool.submit(self._call, self._parameters(first, end, *parameters)))
+                except RuntimeError:  # there are no more threads, as when the interpreter ends
+                    self._call(self._parameters(first, end, *parameters))
+            self._call(self._parameters(bounds[0], bounds[1], *parameters))
+        finally:
+            _wait_for(futures)
+
+
+def _wait_for(futures: list[Future[None]]) -> None:
+    """Wait for the threads, also if a signal's handler raises: until then they use the caller's memory."""
+    interrupt: BaseException | None = None
+    for future in futures:
+        while not future.done():
+            try:
+                wait([future])
+            except BaseException as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 @cache
@@ -82,22 +111,29 @@ def _threads(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(torch.get_num_threads(), "shardweave-rows")
 
 
+def _address(x: torch.Tensor) -> int:
+    address = x.data_ptr()
+    if not address and x.numel():
+        kind = type(x).__name__
+        raise ArgumentError(f"a {kind} of shape {tuple(x.shape)} without memory; allowed: a tensor with memory")
+    return address
+
+
+_warned: set[str] = set()
+
+
 def compiled(function: Function) -> Loop | None:
     """Return the loop, or None if it cannot be compiled: then torch operations take its place."""
     try:
         return Loop(function)
     except NotCompiledError as error:
-        _log.warning("torch operations take the place of a compiled loop over rows, which is faster: %s", error)
+        if str(error) not in _warned:
+            _warned.add(str(error))
+            _log.warning(
+                f"torch operations dispatch and combine tokens on CPUs, many times as slow as loops that Triton's LLVM "
+                f"compiles, which it cannot here: {error}"
+            )
         return None
-
-
-def why_not_compiled() -> str:
-    """Why no loop is compiled in this process; empty: they are."""
-    try:
-        Loop(Function("nothing", ["first", "end"]))(0, 0)
-    except NotCompiledError as error:
-        return str(error)
-    return ""
 
 
 def cpu_target() -> tuple[str, str]:
@@ -182,7 +218,9 @@ def machine_code(elf: bytes, name: str) -> tuple[bytes, int]:
                 offset, kind, symbol, addend = struct.unpack_from("<QIIq", elf, at)
                 place, where = places[symbol], begins[section.info] + offset
                 if place is None or kind not in _DISTANCES or elf[0x12] != _X86_64:
-                    raise ValueError("the code refers to other memory")
+                    raise ValueError(
+                        "the code calls functions or refers to other memory, as for float16 on a CPU without AVX2"
+                    )
                 struct.pack_into("<i", image, where, place + addend - where)
     if start is None:
         raise ValueError(f"the code has no function {name}")

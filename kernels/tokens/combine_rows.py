@@ -345,7 +345,12 @@ def gather_values(rows: TokenRows, buffers: Buffers, release: WindowSignals | No
         buffers: float32 [R] of each destination, a number for each row.
         release: the window to release afterwards; if this rank has failed, the result is overwritten before. Only where
             kernels run.
+
+    Raises:
+        ArgumentError: unsupported dtype.
     """
+    if buffers.dtype is not torch.float32:
+        raise ArgumentError(f"buffers: {buffers.dtype}; allowed: float32")
     tokens, k = rows.key.shape
     out = torch.zeros((tokens, k), dtype=torch.float32, device=rows.key.device)
     if not runs_on(out.device):

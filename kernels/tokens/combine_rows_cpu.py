@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from ..cpu_code.compile import Loop, compiled
+from ..cpu_code.compile import Loop, NotCompiledError, compiled
 from ..cpu_code.elements import Elements
 from ..cpu_code.llvm_ir import Function, Value
 from .quantize_rows import QuantizedRows
@@ -35,20 +33,29 @@ def combine_rows_cpu(
     key, row = rows.key.contiguous(), rows.row.contiguous()
     if weights is not None and weights.stride(1) != 1:
         weights = weights.contiguous()
-    given = [(0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.itemsize) for x in (weights, out, add)]
+    given = [(None, 0) if x is None else (x, x.stride(0) * x.itemsize) for x in (weights, out, add)]
     addresses, row_bytes = buffers.host_addresses(), buffers.shape[1] * buffers.dtype.itemsize
     scales_at, group = (0, 1) if quantized is None else (quantized.scales_at, max(quantized.how.group or hidden, 1))
     loop(
-        tokens, tokens * k * row_bytes, key.data_ptr(), row.data_ptr(), addresses.data_ptr(),
-        *(x for pair in given for x in pair), 0 if nodes is None else nodes.data_ptr(),
-        k, hidden, row_bytes, scales_at, group, 0 if quantized is None else _float8_values().ctypes.data,
+        tokens, tokens * k * row_bytes, key, row, addresses,
+        *(x for pair in given for x in pair), None if nodes is None else nodes.contiguous(),
+        k, hidden, row_bytes, scales_at, group, None if quantized is None else _float8_values(),
     )  # fmt: skip
 
 
 @cache
-def _float8_values() -> npt.NDArray[np.float32]:
-    """[256]: the value of each float8_e4m3fn."""
-    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().numpy()
+def _float8_values() -> torch.Tensor:
+    """float32 [256]: the value of each float8_e4m3fn."""
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+
+
+def why_not_compiled(dtype: torch.dtype) -> str:
+    """Why rows of a dtype are summed by torch operations in this process; empty: they are not."""
+    try:
+        Loop(_Sums(dtype, None, False).function())
+    except NotCompiledError as error:
+        return str(error)
+    return ""
 
 
 @cache
@@ -221,7 +228,7 @@ def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> N
             out[token, (key[token, at] % k).long()] = values[row[token, at].long() - first]
         return
     addresses = buffers.host_addresses()
-    loop(tokens, 0, key.data_ptr(), row.data_ptr(), addresses.data_ptr(), out.data_ptr(), k)
+    loop(tokens, 0, key, row, addresses, out, k)
 
 
 @cache

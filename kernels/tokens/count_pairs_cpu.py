@@ -21,12 +21,10 @@ def count_pairs_cpu(
         return count_pairs_numpy(ids, num_experts, physical_expert_of, num_physical_experts)
     ids = ids.contiguous()
     expert, place = host_empty(ids.shape, torch.int32), host_empty(ids.shape, torch.int32)
-    counts = np.zeros(num_physical_experts + 1, np.int32)
-    loop(
-        ids.numel(), 0, ids.data_ptr(), num_experts, 0 if physical_expert_of is None else physical_expert_of.data_ptr(),
-        num_physical_experts, expert.data_ptr(), place.data_ptr(), counts.ctypes.data,
-    )  # fmt: skip
-    return expert, place, host_tensor(counts)
+    counts = host_tensor(np.zeros(num_physical_experts + 1, np.int32))
+    table = None if physical_expert_of is None else physical_expert_of.contiguous()
+    loop(ids.numel(), 0, ids, num_experts, table, num_physical_experts, expert, place, counts)
+    return expert, place, counts
 
 
 @cache
@@ -34,7 +32,8 @@ def _counts_loop(ids_dtype: torch.dtype) -> Loop | None:
     """The loop over pairs, in their order."""
     f = Function("counts", ("first", "end", "ids", "experts", "table", "physical_experts", "expert", "place", "counts"))
     ids, table, expert, place, counts = (f.pointer(name) for name in ("ids", "table", "expert", "place", "counts"))
-    experts, bad = f.number("experts"), f.at(counts, f.number("physical_experts") * 4)
+    experts, physical_experts = f.number("experts"), f.number("physical_experts")
+    bad = f.at(counts, physical_experts * 4)
     has_table, none = f.is_given(table), f.constant("i32", -1)
 
     def pair(p: Value) -> None:
@@ -50,7 +49,7 @@ def _counts_loop(ids_dtype: torch.dtype) -> Loop | None:
             return [number]
 
         (of_pair,) = f.when(valid, looked_up, [none])
-        (number,) = f.when(of_pair >= 0, counted, [none])
+        (number,) = f.when(of_pair.below(physical_experts.to("i32")), counted, [none])
         is_bad = valid.where(f.constant("i1", 0), index.differs(-1))
         f.store(f.load("i32", bad) + is_bad.to("i32"), bad)
         f.store(of_pair, expert, p)

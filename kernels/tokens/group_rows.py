@@ -292,3 +292,11 @@ def group_rows_cpu(
         np.array([add(total - fits), add(table[:, -1])]),
     )  # fmt: skip
     return Groups(*map(host_tensor, groups))
+
+
+def padding_rows(groups: Groups) -> torch.Tensor:
+    """Return the padding rows of the own buffer, int64."""
+    number = groups.padded_counts - groups.counts
+    begin = groups.offsets.long() - number
+    start = (begin - (number.cumsum(0) - number)).repeat_interleave(number)
+    return start + torch.arange(len(start), device=start.device)

@@ -27,7 +27,7 @@ def locate_rows_cpu(
         return locate_rows_numpy(physical_expert, place, start, limit, destination, destinations)
     given = [x.to(torch.int32).contiguous() for x in (physical_expert, place, start, limit, destination)]
     key, row = host_empty((tokens, k), torch.int32), host_empty((tokens, k), torch.int32)
-    loop(tokens, 0, *[x.data_ptr() for x in (*given, key, row)], destinations, k)
+    loop(tokens, 0, *given, key, row, destinations, k)
     return TokenRows(key, row)
 
 

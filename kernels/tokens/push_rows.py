@@ -260,6 +260,8 @@ def push_rows(
         )
     if (weights is None) != (weight_buffers is None):
         raise ArgumentError("weights and weight_buffers: one was given; both or neither are allowed")
+    if weight_buffers is not None and weight_buffers.dtype is not torch.float32:
+        raise ArgumentError(f"weight_buffers: {weight_buffers.dtype}; allowed: float32")
     if not runs_on(x.device):
         if quantized is not None:
             x = quantized.rows_of(x, buffers.shape[1])

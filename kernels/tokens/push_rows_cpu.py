@@ -8,7 +8,7 @@ import torch
 
 from ..cpu_code.compile import Loop, compiled
 from ..cpu_code.llvm_ir import Function, Value
-from .group_rows import Groups
+from .group_rows import Groups, padding_rows
 from .rows import Buffers, TokenRows
 
 _BYTES = 128  # of a vector
@@ -33,13 +33,12 @@ def push_rows_cpu(
         if weights is not None and weights.stride(1) != 1:
             weights = weights.contiguous()
         row_bytes, addresses = x.shape[1] * x.itemsize, buffers.host_addresses()
-        given, numbers = (0, 0), None
+        stride, numbers = 0, None
         if weights is not None and weight_buffers is not None:
-            given, numbers = (weights.data_ptr(), weights.stride(0) * 4), weight_buffers.host_addresses()
+            stride, numbers = weights.stride(0) * 4, weight_buffers.host_addresses()
         loop(
-            tokens, tokens * k * row_bytes, key.data_ptr(), row.data_ptr(), addresses.data_ptr(),
-            x.data_ptr(), x.stride(0) * x.itemsize, row_bytes, *given,
-            0 if numbers is None else numbers.data_ptr(), k,
+            tokens, tokens * k * row_bytes, key, row, addresses, x, x.stride(0) * x.itemsize, row_bytes,
+            None if numbers is None else weights, stride, numbers, k,
         )  # fmt: skip
     padding = padding_rows(groups) if has_padding else None
     if padding is not None and len(padding):
@@ -106,11 +105,3 @@ def _pushes_loop() -> Loop | None:
 
     f.loop(f.number("first"), f.number("end"), token)
     return compiled(f)
-
-
-def padding_rows(groups: Groups) -> torch.Tensor:
-    """Return the padding rows of the own buffer, int64."""
-    number = groups.padded_counts - groups.counts
-    begin = groups.offsets.long() - number
-    start = (begin - (number.cumsum(0) - number)).repeat_interleave(number)
-    return start + torch.arange(len(start), device=start.device)

@@ -16,7 +16,8 @@ import triton.language as tl
 from ..dtypes import ELEMENTS, encode
 from ..fused_signals import is_last_program
 from ..launch import Constants, Launches, interpreted, registers_of_sm, runs_on
-from .combine_rows import combine_rows_cpu, quantized_constants, row_values
+from .combine_rows import quantized_constants, row_values
+from .combine_rows_cpu import combine_rows_cpu
 from .quantize_rows import QuantizedRows
 from .rows import Buffers, RowLaunch, TokenRows, cdiv, power_of_two, row_alignment, row_constants
 from .window_signals import WindowBarrier, barrier_of_ranks, finished_of, signal_constants

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from ..launch import Constants, Launches, runs_on
-from .group_rows import Groups
+from .group_rows import Groups, padding_rows
 from .push_rows import MOST_PADDING
-from .push_rows_cpu import padding_rows
 from .rows import Buffers, RowLaunch, cdiv, power_of_two, row_alignment, row_constants
 
 

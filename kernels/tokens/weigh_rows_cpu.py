@@ -24,12 +24,12 @@ def weigh_rows_cpu(
 ) -> None:
     """weigh_rows on the CPU. A dot product sums the columns i, i + 32, ... of whole vectors first, then these sums in
     pairs 16, 8, 4, 2 and 1 apart, then the other columns."""
-    loop, number, hidden = _weighs_loop(out.dtype), int(num_rows), out.shape[1]
+    loop, number, hidden = _weighs_loop(out.dtype), min(int(num_rows), len(out)), out.shape[1]
     if loop is None:
         weigh_rows_torch(gradient, values, weights, number, out, weight_gradient)
         return
-    tensors = gradient, values, out, weights, weight_gradient
-    loop(number, 3 * number * hidden * out.itemsize, *[x.data_ptr() for x in tensors], hidden)
+    nbytes = 3 * number * hidden * out.itemsize
+    loop(number, nbytes, gradient, values, out, weights.contiguous(), weight_gradient, hidden)
 
 
 def weigh_rows_torch(

@@ -101,6 +101,8 @@ def combine_tokens(
     if given:
         with torch.no_grad():
             _combine(engine, records, values, given, weights, adds)
+        if not torch.compiler.is_compiling():
+            note_written(given)
         return given
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         sums = engine._new_sums(records)
@@ -123,6 +125,7 @@ def start_combine(
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)
     given = given_outs(outs)
+    note_written(given)
     with torch.no_grad():
         sums = given or engine._new_sums(records)
         wait = engine._start_combine(records, values, sums, weights, adds)
@@ -168,6 +171,13 @@ def given_outs(outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     return given
 
 
+def note_written(outs: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that tensors are written in place, which kernels do not."""
+    for out in outs:
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+
+
 def _by_group(rows: torch.Tensor, groups: int, config: DispatchConfig) -> torch.Tensor:
     """Return batched rows, [rows, ...], as [S_local, C, ...]."""
     assert config.expert_capacity is not None
@@ -193,7 +203,7 @@ def _new_sums(engine: TokenEngine, records: Sequence[DispatchRecord]) -> list[to
 def _saved(ctx: Any, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
     """Return the tensors of the records but for the weights, for `save_for_backward`, which frees them after
     backward."""
-    ctx.records = len(records)
+    ctx.num_records = len(records)
     return [tensor for record in records for tensor in record.tensors()[1:]]
 
 
@@ -201,7 +211,7 @@ def _restored(
     ctx: Any, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None = None
 ) -> list[DispatchRecord]:
     """Return the records of `_saved`; without weights, `DispatchRecord.weights` must not be read."""
-    each = len(tensors) // ctx.records
+    each = len(tensors) // ctx.num_records
     parts = [tensors[i : i + each] for i in range(0, len(tensors), each)]
     given = [part[0] for part in parts] if weights is None else weights
     return [DispatchRecord.of([w, *part]) for w, part in zip(given, parts, strict=True)]

@@ -281,17 +281,17 @@ class TokenEngine:
         ]
 
 
-def in_memory(*of_ranks: Sequence[Any]) -> Sequence[Sequence[Any]]:
-    """Return tensors of ranks whose memory holds their values, and None as it is. Those of an `AsyncCollectiveTensor`
-    are in the tensor that it waits for; one with the negative bit is copied."""
-    for tensors in of_ranks:
+def in_memory(*groups: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    """Return the tensors so that their memory holds their values; None stays. Those of an `AsyncCollectiveTensor` are
+    in the tensor that it waits for; one with the negative bit is copied."""
+    for tensors in groups:
         for x in tensors:
             if x is not None and (type(x) is AsyncCollectiveTensor or x.is_neg()):
-                return [[_in_memory(x) for x in tensors] for tensors in of_ranks]
-    return of_ranks
+                return [[_resolved(x) for x in tensors] for tensors in groups]
+    return groups
 
 
-def _in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
+def _resolved(x: torch.Tensor | None) -> torch.Tensor | None:
     if type(x) is AsyncCollectiveTensor:
         x = x.wait()
     return None if x is None else x.resolve_neg()

@@ -149,9 +149,6 @@ def check_combine(
                 f"{config.dtype} of shape {shape}, the elements of a row adjacent{apart}"
             )
     if out is not None and not torch.compiler.is_compiling():  # traced tensors have no addresses
-        if type(out) is AsyncCollectiveTensor or out.is_neg():
-            kind = "an AsyncCollectiveTensor" if type(out) is AsyncCollectiveTensor else "with the negative bit"
-            raise ArgumentError(f"out{at}: {kind}; allowed: a tensor whose memory holds its values")
         read = {f"expert_output{at}": values}
         if add is not None and (out.data_ptr(), out.stride()) != (add.data_ptr(), add.stride()):
             read[f"add{at}"] = add  # `out` itself is allowed
@@ -192,12 +189,16 @@ def check_writable(name: str, out: torch.Tensor, others: Mapping[str, torch.Tens
     """Check that `out` can be written to here, and while `others`, by name and on its device, are in use.
 
     Raises:
-        ArgumentError: an inference tensor outside of inference mode, or memory of another tensor.
+        ArgumentError: an inference tensor outside of inference mode, memory of another tensor, or memory that does not
+            hold the tensor's values.
     """
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError(f"{name}: made in inference mode; allowed outside of it: a tensor made outside of it")
+    if type(out) is AsyncCollectiveTensor or out.is_neg():
+        kind = "an AsyncCollectiveTensor" if type(out) is AsyncCollectiveTensor else "with the negative bit"
+        raise ArgumentError(f"{name}: {kind}; allowed: a tensor whose memory holds its values")
     for other, tensor in others.items():
-        if ranges_overlap(out, tensor):
+        if ranges_overlap(out, tensor.elem if type(tensor) is AsyncCollectiveTensor else tensor):
             raise ArgumentError(f"{name}: overlaps the memory of {other}; allowed: memory of its own")
 
 
@@ -210,9 +211,17 @@ def _check_tensors(at: str, **given: object) -> None:
         if value.is_nested or value.layout is not torch.strided:
             kind = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
             raise ArgumentError(f"{name}{at}: {kind}; allowed: a dense tensor, of layout torch.strided")
-        if type(value) is not AsyncCollectiveTensor and hasattr(type(value), "__tensor_flatten__"):
-            kind = type(value).__name__  # it is made of other tensors
-            raise ArgumentError(f"{name}{at}: a {kind}, without memory of its own; allowed: a torch.Tensor")
+        if hasattr(type(value), "__tensor_flatten__"):  # the test saves a call
+            check_memory(name + at, value)
+
+
+def check_memory(name: str, x: torch.Tensor) -> None:
+    """
+    Raises:
+        ArgumentError: the tensor is made of others.
+    """
+    if type(x) is not AsyncCollectiveTensor and hasattr(type(x), "__tensor_flatten__"):
+        raise ArgumentError(f"{name}: a {type(x).__name__}, without memory of its own; allowed: a torch.Tensor")
 
 
 def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

@@ -54,9 +54,14 @@ def test_loops_that_are_not_compiled_are_a_problem(monkeypatch: pytest.MonkeyPat
         return found
 
     assert finding().problem is None and finding().value.startswith("compiled by triton: ")
-    monkeypatch.setattr(doctor, "why_not_compiled", lambda: "nothing: this is Linux riscv64")
-    assert finding().value == "not compiled"
-    assert str(finding().problem).endswith("many times as slow: nothing: this is Linux riscv64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert finding().value == "not compiled: float16"
+    assert str(finding().problem).endswith(
+        "many times as slow: the code calls functions or refers to other memory, as for float16 on a CPU without AVX2"
+    )
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert finding().value == "not compiled: float32, bfloat16, float16"
+    assert str(finding().problem).endswith("slow: this is Linux riscv64; allowed: Linux on x86_64 or aarch64")
 
 
 def set_environment(

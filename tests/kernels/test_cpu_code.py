@@ -7,14 +7,20 @@ import logging
 import mmap
 import os
 import re
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton
 
+from shardweave.errors import ArgumentError
+from shardweave.kernels import PAYLOADS
 from shardweave.kernels.cpu_code import compile as cpu_compile
 from shardweave.kernels.cpu_code.compile import Loop, NotCompiledError, compiled, machine_code, object_file
 from shardweave.kernels.cpu_code.elements import Elements
@@ -156,7 +162,7 @@ def test_constants_are_loaded() -> None:
 
 def test_code_that_refers_to_other_memory_is_refused() -> None:
     elf = object_file(ir_of("  call void @other(ptr %p)", "declare void @other(ptr)"))
-    with pytest.raises(ValueError, match="refers to other memory"):
+    with pytest.raises(ValueError, match="calls functions or refers to other memory"):
         machine_code(elf, "given")
 
 
@@ -193,7 +199,7 @@ def test_all_loops_compile(features: str, refused: str | None, monkeypatch: pyte
     for function in functions:
         ir = function.ir()
         if refused is not None and re.search(rf"\b{refused}\b", ir):
-            with pytest.raises(ValueError, match="refers to other memory"):
+            with pytest.raises(ValueError, match="calls functions or refers to other memory"):
                 machine_code(object_file(ir), function.name)
         else:
             code, start = machine_code(object_file(ir), function.name)
@@ -202,12 +208,12 @@ def test_all_loops_compile(features: str, refused: str | None, monkeypatch: pyte
 
 def of_another_machine(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    return "squares: this is Linux riscv64; allowed: Linux on x86_64 or aarch64"
+    return "this is Linux riscv64; allowed: Linux on x86_64 or aarch64"
 
 
 def of_another_triton(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(cpu_compile, "_llvm", lambda machine: type("", (), {"translate_to_asm": lambda: None}))
-    return f"squares: triton {triton.__version__} takes other arguments to compile"
+    return f"triton {triton.__version__} takes other arguments to compile"
 
 
 def without_executable_memory(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -215,21 +221,74 @@ def without_executable_memory(monkeypatch: pytest.MonkeyPatch) -> str:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    return "squares: [Errno 1] Operation not permitted"
+    return "[Errno 1] Operation not permitted"
 
 
 @pytest.mark.parametrize("change", [of_another_machine, of_another_triton, without_executable_memory])
-def test_what_cannot_be_compiled_says_so(
+def test_what_cannot_be_compiled_says_so_once(
     change: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert cpu_compile.why_not_compiled() == ""
+    assert not any(map(combine_rows_cpu.why_not_compiled, PAYLOADS))
     why = change(monkeypatch)
     with pytest.raises(NotCompiledError, match=re.escape(why)):
         Loop(squares())
-    logger = logging.getLogger("shardweave.kernels")
+    monkeypatch.setattr(cpu_compile, "_warned", set())
     monkeypatch.setattr(logging.getLogger("shardweave"), "propagate", True)
-    with caplog.at_level(logging.WARNING, logger.name):
-        assert compiled(squares()) is None
+    with caplog.at_level(logging.WARNING, "shardweave.kernels"):
+        assert compiled(squares()) is None and compiled(squares()) is None
     (message,) = caplog.messages
-    assert message.endswith(f"torch operations take the place of a compiled loop over rows, which is faster: {why}")
-    assert cpu_compile.why_not_compiled() == why.replace("squares", "nothing")
+    assert message.endswith(
+        "torch operations dispatch and combine tokens on CPUs, many times as slow as loops that Triton's LLVM "
+        f"compiles, which it cannot here: {why}"
+    )
+    assert [combine_rows_cpu.why_not_compiled(dtype) for dtype in PAYLOADS] == [why] * len(PAYLOADS)
+
+
+@pytest.mark.parametrize("address", ["storage freed", "zero tensor"])
+def test_tensors_without_memory_are_refused(address: str) -> None:
+    x = torch.zeros(5, dtype=torch.int64) if address == "storage freed" else torch._efficientzerotensor(5)
+    if address == "storage freed":
+        x.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match=r"a Tensor of shape \(5,\) without memory; allowed: a tensor with memory"):
+        Loop(squares())(5, 0, x)
+    Loop(squares())(0, 0, x[:0])
+    Loop(squares())(0, 0, None)
+
+
+def test_call_ends_after_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler may raise at any time, but the threads use the caller's memory."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(cpu_compile, "_PARALLEL", 8)
+    loop, ended, interrupts = Loop(squares()), [], [KeyboardInterrupt("first"), KeyboardInterrupt("second")]
+    in_caller = threading.get_ident()
+
+    def call(parameters: Any) -> None:
+        if threading.get_ident() == in_caller:
+            raise interrupts[0]
+        time.sleep(0.2)
+        ended.append(parameters[0])
+
+    real_wait = cpu_compile.wait
+
+    def interrupted(futures: Any) -> None:
+        if len(interrupts) > 1:
+            raise interrupts.pop()
+        real_wait(futures)
+
+    monkeypatch.setattr(cpu_compile, "wait", interrupted)
+    monkeypatch.setattr(loop, "_call", call)
+    with pytest.raises(KeyboardInterrupt):
+        loop(9, 90, 0)
+    assert sorted(ended) == [3, 6]
+
+
+def test_call_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the interpreter ends: a pool takes nothing more."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(cpu_compile, "_PARALLEL", 8)
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    monkeypatch.setattr(cpu_compile, "_threads", lambda pid: pool)
+    out = torch.zeros(100, dtype=torch.int64)
+    Loop(squares())(100, 800, out)
+    assert out.tolist() == [i * i for i in range(100)]

@@ -9,7 +9,7 @@ import torch
 from ....errors import ArgumentError, shown
 from ....kernels import MOST_K, PAYLOADS
 from ...dtensor.overlap import overlaps_itself
-from ..validate import FLOATS, check_writable
+from ..validate import FLOATS, check_memory, check_writable
 from .engine import LAYOUTS, RoutingHandle, SwitchEngine
 
 INTEGERS = (torch.int64, torch.int32)
@@ -128,6 +128,7 @@ def check_out(
 def _check(name: str, x: object, device: torch.device, fits: Callable[[], bool], allowed: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(f"{name}: {shown(x)}; allowed: {allowed}")
+    check_memory(name, x)
     if x.device != device:
         raise ArgumentError(f"{name}: on {x.device}; allowed: {device}")
     if not fits():

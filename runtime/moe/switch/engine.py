@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ....errors import ArgumentError
 from ....kernels import uploaded
 from ...transports.select import current_transports
+from ..autograd import note_written
 from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens
 from ..dispatcher import TokenDispatcher
@@ -204,10 +205,11 @@ class SwitchEngine:
         The elements of a row of `out` are adjacent.
         """
         dispatcher = self._of(handle, values)
-        if out is None:
-            (out,) = dispatcher._new_sums([handle.record])
-        dispatcher._run_combine([handle.record], [values], [out], [None], [None])
-        return out
+        sums = dispatcher._new_sums([handle.record]) if out is None else [out]
+        dispatcher._run_combine([handle.record], [values], sums, [None], [None])
+        if out is not None:
+            note_written(sums)
+        return sums[0]
 
     def combine_backward(self, handle: RoutingHandle, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the values, [R, H], from that of the sums, [T, H]."""

@@ -51,7 +51,7 @@ class OneExchangeTransfer(SendRecvTransfer):
         self._largest_message = _largest_message(self.config)
         with torch.inference_mode(False):
             self._nowhere = torch.empty(0, dtype=torch.int32, device="cpu")
-            """`Groups.start` and `Groups.limit`: what this rank sends is located before groups are."""
+            """In place of fields of `Groups` that nobody reads."""
 
     def dispatch(
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
@@ -133,14 +133,15 @@ class OneExchangeTransfer(SendRecvTransfer):
             rows: the rows of all messages.
             groups: not read; messages have no padding.
         """
-        given = [x] if weights is None else [weights.view(-1), x]
+        # Without rows: of which shape and dtype they are.
+        given = [x[:0]] if weights is None else [weights[:0].reshape(-1), x[:0]]
         head = 0 if counts is None else counts.nbytes
-        messages, parts = self._new_messages(sends, [host_array(array) for array in given], head)
+        messages, parts = self._new_messages(sends, [host_array(rows) for rows in given], head)
         if counts is not None:
             of_counts = counts.view(np.uint8)
             for message in messages:
                 message[:head] = of_counts
-        *numbers, of_x = (RowsInParts(part, array.dtype) for part, array in zip(parts, given, strict=True))
+        *numbers, of_x = (RowsInParts(part, rows.dtype) for part, rows in zip(parts, given, strict=True))
         push_rows(x, rows, of_x, groups, self.me, weights, numbers[0] if numbers else None, most_padding=0)
         return messages
 

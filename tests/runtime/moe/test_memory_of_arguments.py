@@ -24,6 +24,13 @@ def pending(x: torch.Tensor) -> torch.Tensor:
     return AsyncCollectiveTensor(x.detach())
 
 
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """x with its columns before its rows; the rows of tokens apart."""
+    if x.shape[1] == H:
+        return torch.cat((x, x), 1).detach()[:, H:]
+    return x.detach().T.contiguous().T
+
+
 def negated(x: torch.Tensor) -> torch.Tensor:
     """x as a view of -x."""
     if not x.is_floating_point():
@@ -56,6 +63,8 @@ def of_ranks(rank: int) -> None:
         for of in (pending, negated):
             for want, got in zip(wanted, result_of(d, of), strict=True):
                 assert want.equal(got), (transport, of.__name__)
+        for want, got in zip(wanted, result_of(d, strided), strict=True):
+            assert want.equal(got), transport
         t = tokens_of(0, T, K, E, H, torch.float32, "holes")
         x = funcol.all_reduce(t.x, "max", dist.group.WORLD)  # equal on all ranks
         assert isinstance(x, AsyncCollectiveTensor)
@@ -71,6 +80,49 @@ def of_ranks(rank: int) -> None:
                     ArgumentError, match=f"out: {kind}; allowed: a tensor whose memory holds its values"
                 ):
                     d.combine(routed.x, routed, out=out)
+            rows = routed.x.clone()
+            with pytest.raises(ArgumentError, match="out: overlaps the memory of expert_output"):
+                d.combine(pending(rows), routed, out=rows[:T])
+
+
+def without_memory(rank: int, transport: str) -> None:
+    d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=T, dtype=torch.float32, transport=transport)
+    t = tokens_of(rank, T, K, E, H, torch.float32, "holes")
+    x = t.x.clone()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match="a Tensor of shape .* without memory"):
+        d.dispatch(x, t.ids, t.weights)
+
+
+def written(rank: int) -> None:
+    """autograd learns that the output of a combine has been written."""
+    for transport in TRANSPORTS:
+        d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=T, dtype=torch.float32, transport=transport)
+        t = tokens_of(rank, T, K, E, H, torch.float32, "holes")
+        for start in (False, True):
+            y = t.x.clone().requires_grad_().exp()
+            with torch.no_grad():
+                routed = d.dispatch(t.x, t.ids, t.weights)
+                if start:
+                    d.combine_start(routed.x, routed, out=y).finish()
+                else:
+                    d.combine(routed.x, routed, out=y)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        with torch.inference_mode():
+            routed = d.dispatch(t.x, t.ids, t.weights)
+            d.combine(routed.x, routed, out=torch.empty(T, H))
+
+
+@pytest.mark.multi
+def test_output_is_known_to_be_written() -> None:
+    run_ranks(written, RANKS)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tensor_without_memory(transport: str) -> None:
+    run_ranks(without_memory, RANKS, transport)
 
 
 @pytest.mark.multi
