@@ -70,7 +70,7 @@ $(TORCH_READY): pyproject.toml constraints.txt
 
 # On the newest release that is supported, what depends on torch's and triton's internals, on shared memory: install(),
 # redistribution, FSDP2, checkpoints, costs, dispatch modes, torch.compile, spmd_types, TokenSwitch, kernels compiled
-# ahead of time, their launches, and gloo's threads. `make test-torch` runs the rest, and other transports. Of the
+# ahead of time, their launches, loops for CPUs, and gloo's threads. `make test-torch` runs the rest, and other transports. Of the
 # kernels of tokens each is compiled once as it is launched; `make nightly` compiles them with the other constants.
 NEWEST ?= $(shell sed -n 's/^torch==//p' requirements-newest.txt)
 NEWEST_WORKERS ?= 1
@@ -81,7 +81,8 @@ LAUNCHED := test_launched_token_kernels_are_vectorised
 ON_NEWEST := $(DTENSOR_ON_NEWEST:%=tests/runtime/dtensor/test_%.py) tests/runtime/test_torch_private_names.py \
     tests/runtime/test_flight_recorder.py tests/runtime/moe/test_compile.py tests/runtime/moe/test_token_switch*.py \
     tests/runtime/moe/test_torchtitan_*.py tests/kernels/test_aot.py $(TOKEN_KERNELS)::$(LAUNCHED) \
-    tests/kernels/test_triton_launcher.py tests/cli/test_doctor.py tests/runtime/transports/test_gloo_event_loops.py
+    tests/kernels/test_triton_launcher.py tests/kernels/test_cpu_code.py tests/kernels/test_token_loops.py \
+    tests/cli/test_doctor.py tests/runtime/transports/test_gloo_event_loops.py
 test-newest:
 	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy TORCH_TESTS="$(ON_NEWEST)" WORKERS=$(NEWEST_WORKERS) \
 	    ARGS='-k "not process_group and not hierarchical" $(ARGS)'

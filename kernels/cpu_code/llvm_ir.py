@@ -29,9 +29,6 @@ class Value:
     def __mul__(self, other: Value | int) -> Value:
         return self._operation("fmul" if "float" in self.kind else "mul", other)
 
-    def __sub__(self, other: Value | int) -> Value:
-        return self._operation("sub", other)
-
     def __floordiv__(self, other: Value | int) -> Value:
         return self._operation("udiv", other)
 
