@@ -72,7 +72,7 @@ class Loop:
         Raises:
             ArgumentError: a tensor has elements and no memory.
         """
-        given = [x if isinstance(x, int) else 0 if x is None else _address(x) for x in parameters]
+        given = [x if isinstance(x, int) else 0 if x is None else memory_address(x) for x in parameters]
         threads = min(torch.get_num_threads(), nbytes // _PARALLEL, number)
         if threads > 1:
             self._in_threads([number * i // threads for i in range(threads + 1)], given)
@@ -111,7 +111,12 @@ def _threads(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(torch.get_num_threads(), "shardweave-rows")
 
 
-def _address(x: torch.Tensor) -> int:
+def memory_address(x: torch.Tensor) -> int:
+    """Return the address of a tensor's first element; 0 if it has none.
+
+    Raises:
+        ArgumentError: it has elements and no memory.
+    """
     address = x.data_ptr()
     if not address and x.numel():
         kind = type(x).__name__

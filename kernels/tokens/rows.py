@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ...errors import ArgumentError
 from ..addresses import AddressTables
+from ..cpu_code.compile import memory_address
 from ..dtypes import WORDS
 from ..launch import processors_of
 from .rows_cpu import host_array
@@ -86,7 +87,7 @@ class Buffers:
     def host_addresses(self) -> torch.Tensor:
         """The address of row 0 of each destination's buffer, int64 [W]. On the CPU."""
         if self._host_addresses is None:
-            self._host_addresses = torch.tensor([x.data_ptr() for x in self._tensors], dtype=torch.int64, device="cpu")
+            self._host_addresses = torch.tensor([*map(memory_address, self._tensors)], dtype=torch.int64, device="cpu")
         return self._host_addresses
 
     def host_arrays(self) -> list[npt.NDArray[Any]]:
@@ -149,7 +150,7 @@ class ChosenBuffers(Buffers):
         return len(self._index)
 
     def host_addresses(self) -> torch.Tensor:
-        return torch.tensor([x.data_ptr() for x in self.tensors], dtype=torch.int64, device="cpu")
+        return torch.tensor([*map(memory_address, self.tensors)], dtype=torch.int64, device="cpu")
 
     def table(self) -> tuple[torch.Tensor, int]:
         """The addresses of all candidates."""

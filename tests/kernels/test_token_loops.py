@@ -11,6 +11,7 @@ import pytest
 import torch
 from token_loops import without_loops
 
+from shardweave.errors import ArgumentError
 from shardweave.kernels import (
     PAYLOADS,
     QUANTIZATIONS,
@@ -244,6 +245,15 @@ def test_rows_in_parts(dtype: torch.dtype) -> None:
         results.append((out, gather_values(rows, of_numbers)))
     assert all(map(torch.equal, *results))
     assert np.concatenate(of_parts[1]).tolist() == numbers.tolist()
+
+
+def test_buffers_without_memory_are_refused(request: pytest.FixtureRequest) -> None:
+    if "without loops" in request.node.name:
+        pytest.skip("torch operations read what is not there")
+    rows, buffer, out = TokenRows(*torch.zeros(2, 3, 1, dtype=torch.int32)), torch.zeros(4, 8), torch.empty(3, 8)
+    buffer.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match=r"a Tensor of shape \(4, 8\) without memory"):
+        combine_rows(rows, Buffers([buffer]), out)
 
 
 def test_experts_of_many_sources() -> None:
