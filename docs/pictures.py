@@ -31,8 +31,10 @@ def pictures() -> dict[str, str]:
     found = {f"{name}.svg": shardweave.draw(program) for name, program in programs.items()}
     found["both_plans.svg"] = stacked(
         {
-            "DTensor's plan: an all-gather, an all-to-all, a slice": labelled(shardweave.draw(dtensor_program())),
-            "shardweave's plan: one exchange": found["swap.svg"],
+            "DTensor's plan: an all-gather, an all-to-all, a slice": labelled(
+                shardweave.draw(dtensor_program(), panel_width=80)
+            ),
+            "shardweave's plan: one exchange": shardweave.draw(direct, panel_width=80),
         }
     )
     return found

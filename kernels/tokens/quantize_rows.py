@@ -1,9 +1,9 @@
 """quantize_rows: cast rows to float8_e4m3fn with their scales beside them, in packed rows that dispatch moves as bytes.
 
 The scale of a group of elements is its largest magnitude divided by 448, the largest float8_e4m3fn: a quotient of
-float32, at least the smallest normal one, or rounded up to a power of two ("mxfp8", an OCP microscaling format). An
-element is divided by the scale in float32 and rounded to nearest even, so nothing exceeds 448. A group with an infinity
-or a NaN becomes NaN, its scale too. Results are equal to the bit on every target.
+float32, at least the smallest normal one. With "mxfp8", an OCP microscaling format, it is rounded up to a power of two,
+and 2**-127 for a group of zeros. An element is divided by the scale in float32 and rounded to nearest even, so nothing
+exceeds 448. A group with an infinity or a NaN becomes NaN, its scale too. Results are equal to the bit on every target.
 """
 
 from __future__ import annotations

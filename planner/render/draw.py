@@ -27,15 +27,19 @@ _NODE_STRIP = 16.0  # over each node, for its number
 _UNIT = re.compile(r"(?<=\d) (?=[KMG]?i?B)")  # no line break between a number and its unit
 
 
-def draw(program: ProgramBase) -> str:
+def draw(program: ProgramBase, *, panel_width: float | None = None) -> str:
     """Draw a program as an SVG document, with one column per layout and one panel per rank.
 
     A panel is the whole tensor. The part that the rank holds is filled, in the colour and with the number of the rank
     that sent it. Areas are to scale. The document suits light and dark backgrounds and is deterministic.
 
+    Args:
+        panel_width: the width of a panel in pixels, so that several drawings have one scale; default: as wide as a
+            sheet of 1,380 pixels allows.
+
     Raises:
         ArgumentError: `program` is not a Program, is the program of a single rank, has over 64 ranks, or consists of
-            too many pieces to be drawn.
+            too many pieces to be drawn; `panel_width` is not a positive number.
     """
     if not isinstance(program, ProgramBase):
         raise ArgumentError(f"program: a {type(program).__name__}; allowed in a drawing: a Program")
@@ -43,7 +47,9 @@ def draw(program: ProgramBase) -> str:
         raise ArgumentError(f"program: of rank {program.rank} alone; allowed in a drawing: of all ranks (rank=None)")
     if program.mesh.size > _MAX_RANKS:
         raise ArgumentError(f"program: of {program.mesh.size} ranks; allowed in a drawing: up to {_MAX_RANKS}")
-    return _Drawing(program).document()
+    if panel_width is not None and not 0 < panel_width < math.inf:
+        raise ArgumentError(f"panel_width: {panel_width}; allowed: a positive number, or None")
+    return _Drawing(program, panel_width).document()
 
 
 class _Grid:
@@ -93,7 +99,7 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 class _Drawing:
     """The document of one program."""
 
-    def __init__(self, program: ProgramBase) -> None:
+    def __init__(self, program: ProgramBase, panel_width: float | None) -> None:
         self.program, self.mesh, self.sheet = program, program.mesh, Sheet()
         self.stages = stages(program)
         self.panels = Panels(program, self.stages, self.sheet)
@@ -104,15 +110,17 @@ class _Drawing:
         if program.topology is not None and program.topology.rank_nodes is not None:
             for position, rank in enumerate(self.mesh.rank_array.tolist()):
                 self.nodes.setdefault(program.topology.node_of(rank), []).append(position)
-        self._choose_sizes()
+        self._choose_sizes(panel_width)
 
-    def _choose_sizes(self) -> None:
-        """Set the size of panels, the same for all and as large as the sheet allows, and the places of columns."""
+    def _choose_sizes(self, width: float | None) -> None:
+        """Set the size of panels, the same for all and by default as large as the sheet allows, and the places of
+        columns."""
         grid, columns = self.grid, len(self.stages)
-        label = max(self.panels.label_width(p) for p in range(self.mesh.size))
-        share = (_WIDTH - 2 * _MARGIN - _GAP * (columns - 1)) / columns / grid.columns - _APART
-        nested = len(self.panels.across.dims) > 1  # dims inside each other want room
-        width = max(min(share, 200.0 if nested else 120.0), label, 44.0)
+        if width is None:
+            label = max(self.panels.label_width(p) for p in range(self.mesh.size))
+            share = (_WIDTH - 2 * _MARGIN - _GAP * (columns - 1)) / columns / grid.columns - _APART
+            nested = len(self.panels.across.dims) > 1  # dims inside each other want room
+            width = max(min(share, 200.0 if nested else 120.0), label, 44.0)
         height = width * self.panels.drawn_proportion if self.panels.down.dims else 30.0
         self.panel_size = width, height
         gaps = list(zip([None, *self.arrows], [*self.arrows, None], strict=True))

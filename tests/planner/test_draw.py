@@ -387,6 +387,17 @@ def test_draw_colour_schemes_and_view_box() -> None:
     assert root.attrib["viewBox"] == f"0 0 {root.attrib['width']} {root.attrib['height']}"
 
 
+def test_panel_width_gives_drawings_one_scale() -> None:
+    def widths(name: str, **size: float) -> set[str | None]:
+        panels = ElementTree.fromstring(draw(planned(name), **size)).iter("{http://www.w3.org/2000/svg}rect")
+        return {panel.get("width") for panel in panels if panel.get("class", "").startswith("panel")}
+
+    assert widths("swap", panel_width=90) == widths("uneven", panel_width=90) == {"90"} != widths("swap")
+    for wrong in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ArgumentError, match="panel_width: .*; allowed: a positive number, or None"):
+            draw(planned("swap"), panel_width=wrong)
+
+
 def test_draw_invalid_programs() -> None:
     with pytest.raises(ArgumentError, match=r"of rank 1 alone; allowed in a drawing: of all ranks"):
         draw(plan((2, 2), (8, 6), "float32", "S0 S1", "S1 S0", rank=1))

@@ -84,6 +84,24 @@ def test_special_values_pass_and_replicas_are_equal(op: str, dtype: torch.dtype)
         assert alike(replica, dtype) == alike(bits(outs[0]), dtype), way
 
 
+@pytest.mark.plan
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_rows_alone_have_the_bits_of_rows_inside_a_larger_tensor(op: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    whole = (torch.rand(RANKS, 37, 19, generator=generator) + 0.5).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+
+    def reduced(rows: torch.Tensor) -> bytes:
+        program = shardweave.plan((RANKS,), tuple(rows.shape[1:]), name, OPS[op], "R")
+        return bits(shardweave.simulate(program, list(rows))[0].flatten())
+
+    inside = reduced(whole)
+    size = 19 * dtype.itemsize
+    for first, last in ((0, 1), (5, 7), (11, 30), (36, 37)):
+        assert reduced(whole[:, first:last].contiguous()) == inside[first * size : last * size], (first, last)
+
+
 def reductions(rank: int, transport: str, topology: shardweave.Topology | None) -> list[bytes]:
     """The bits of each reduction, to replicas and to the pieces of shards, twice."""
     mesh, results = DeviceMesh("cpu", list(range(RANKS)), _init_backend=False), []
