@@ -25,7 +25,7 @@ from ..bench.harness.interleaved import KEPT, slowest, time_sides
 from ..bench.harness.machine import provenance
 from ..bench.harness.markdown import provenance_lines
 from ..bench.harness.ranks import RanksFailed, Send, run_ranks, timeout_seconds
-from ..bench.harness.terminal import console_of_tables, progress_on, table
+from ..bench.harness.terminal import console_of_tables, print_rows, progress_on
 from ..bench.harness.writable import check_writable
 from ..bench.workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
 from ..errors import ArgumentError, shown
@@ -263,7 +263,7 @@ def _show(
         (f"torch on gloo against shardweave's {medium}", shared),
         ("torch on gloo against shardweave on gloo: the same transport on both sides", collective),
     ):
-        console.print(table(title, texts, figures, list(map(_cells, cases))))
+        print_rows(console, title, texts, figures, list(map(_cells, cases)))
         console.print(f"\n[bold]{summary_line(cases)}[/bold]\n{note}")
         note = ""
     for name, of_transport in results.items():
