@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
 from ...kernels import on_device
-from ...planner import Request, Topology, check_local_shape, plan_batch
+from ...planner import Layout, Request, Topology, TopologyName, check_local_shape, plan_batch
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.batch import BoundBatch
 from ..executor.call import (
@@ -39,11 +39,11 @@ _calls: ProcessGroupCache[tuple, Call] = ProcessGroupCache(256)
 
 def redistribute_batch(
     dtensors: Sequence[DTensor],
-    placements: Sequence[Sequence[Placement]],
+    placements: Sequence[Layout | str | Sequence[Placement]],
     *,
     device_mesh: DeviceMesh | None = None,
     transport: str | None = None,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
 ) -> list[DTensor]:
     """Redistribute several DTensors together, for example in a refit or an optimizer step.
 
@@ -51,7 +51,7 @@ def redistribute_batch(
 
     Args:
         dtensors: of any shapes and dtypes, on any meshes; in the same order on all ranks.
-        placements: the placements of each target.
+        placements: for each target its placements or its layout, as for `redistribute`.
         device_mesh: the mesh of all targets. None: each keeps its mesh. Every rank of any of the meshes must call.
         transport, topology: as for `redistribute`.
 
@@ -81,10 +81,12 @@ def redistribute_batch(
 
 
 def _target_specs(
-    dtensors: Sequence[DTensor], placements: Sequence[Sequence[Placement]], device_mesh: DeviceMesh | None
+    dtensors: Sequence[DTensor],
+    placements: Sequence[Layout | str | Sequence[Placement]],
+    device_mesh: DeviceMesh | None,
 ) -> list[DTensorSpec]:
     for name, argument in (("dtensors", dtensors), ("placements", placements)):
-        if not isinstance(argument, Sequence):
+        if not isinstance(argument, Sequence) or isinstance(argument, str):
             raise ArgumentError(f"{name}: {argument!r}; allowed: a list")
     if len(dtensors) != len(placements):
         raise ArgumentError(f"placements: {len(placements)} given for {len(dtensors)} DTensors; allowed: one each")

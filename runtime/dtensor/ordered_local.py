@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
-from ...planner import Topology, whole_numbers
+from ...planner import Topology, TopologyName, whole_numbers
 from ..convert_specs import with_placements
 from ..executor.call import refuse_unplanned
 from .redistribute import cuts_of, redistribute_local, shard_order_argument, sorted_orders
@@ -26,7 +26,7 @@ def ordered_redistribute_local_tensor(
     target_order: Any = None,
     *,
     transport: str | None = None,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
 ) -> torch.Tensor:
     """Redistribute a local tensor from one spec and shard order to another: for solvers that place parameters in orders
     that DTensor placements do not express.

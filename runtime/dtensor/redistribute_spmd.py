@@ -13,7 +13,18 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, UnsupportedError, shown
-from ...planner import Layout, Mesh, Partial, Placement, Replicate, Shard, Topology, check_shape, held_sizes
+from ...planner import (
+    Layout,
+    Mesh,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Topology,
+    TopologyName,
+    check_shape,
+    held_sizes,
+)
 from ..convert_specs import check_dtype_argument
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
@@ -91,7 +102,7 @@ def redistribute_spmd(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     transport: str | None = None,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
     reduction: Reduction | None = None,
 ) -> torch.Tensor:
     """Redistribute a plain tensor from one distribution to another, both given by the types of spmd_types: what

@@ -36,8 +36,8 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, pooled_outputs: int = 0, transp
     receive, it exchanges a message with every rank and in every group, because backends connect ranks on first use.
     Shared memory needs no preparation. Ranks of several machines find their topology.
 
-    With `bind` afterwards, the first call of a request allocates nothing but tensors, and may be captured in a CUDA
-    graph.
+    With `prepare_redistribute` afterwards, the first call of a request allocates nothing but tensors, and may be
+    captured in a CUDA graph.
 
     Args:
         mesh: the mesh of the DTensors to redistribute.

@@ -95,7 +95,7 @@ def test_cases_fit_into_the_terminal(width: int) -> None:
     text = report([replayed(one, 2e-3, 1e-3), replayed(one, 3e-3, 1e-3)], trace, width=width)
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= width
-    shown = [line for line in lines[: lines.index(next(line for line in lines if line.startswith("A time is")))]]
+    shown = lines[: next(number for number, line in enumerate(lines) if line.startswith("A time is"))]
     if width >= 150:
         assert any("│  cold" in line for line in shown)
     else:
