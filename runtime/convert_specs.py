@@ -193,8 +193,8 @@ def _planner_placements(placements: Sequence[Any]) -> list[Placement]:
     return converted
 
 
-def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
-    """The spec of a layout, the inverse of `layout_of_spec`."""
+def torch_placements(layout: Layout) -> tuple[torch_types.Placement, ...]:
+    """The placements of a layout, without its shard order."""
     torch_ops = {planner_op: torch_op for torch_op, planner_op in _OPS.items()}
     placements: list[torch_types.Placement] = []
     for p in layout.placements:
@@ -206,10 +206,16 @@ def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) ->
             placements.append(torch_types.Partial(torch_ops[p.op]))
         else:
             placements.append(torch_types.Replicate())
+    return tuple(placements)
+
+
+def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
+    """The spec of a layout, the inverse of `layout_of_spec`."""
+    placements = torch_placements(layout)
     if any(isinstance(p, StridedShard) and not p.own for p in layout.placements):
-        return DTensorSpec(device_mesh, tuple(placements), meta, use_strided_shard_as_shard_order=True)
+        return DTensorSpec(device_mesh, placements, meta, use_strided_shard_as_shard_order=True)
     order = tuple(ShardOrderEntry(tensor_dim=d, mesh_dims=tuple(dims)) for d, dims in layout.orders)
-    return DTensorSpec(device_mesh, tuple(placements), meta, shard_order=order, use_strided_shard_as_shard_order=False)
+    return DTensorSpec(device_mesh, placements, meta, shard_order=order, use_strided_shard_as_shard_order=False)
 
 
 def with_placements(spec: DTensorSpec, placements: tuple[torch_types.Placement, ...]) -> DTensorSpec:

@@ -23,6 +23,7 @@ from ..executor.call import (
     check_backend,
     check_ranks,
     found_topology_of,
+    naming,
     refuse,
     refuse_unplanned,
     transport_for,
@@ -30,7 +31,7 @@ from ..executor.call import (
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from . import observer
 from .autograd import as_dtensor
-from .local import below_dispatch_modes, plain_local
+from .local import below_dispatch_modes, plain_local, ranks_of
 from .redistribute import target_spec
 from .redistribute_options import RedistributeOptions, call_options
 
@@ -112,7 +113,8 @@ def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], options: Redis
     with on_device(locals_[0].device):
         call = _calls.get(key)
         if call is None:
-            with binding():
+            ranks = ranks_of(*(spec for pair in specs for spec in pair))
+            with binding(), naming(ranks, lambda: "; ".join(f"{source} to {target}" for source, target in specs)):
                 call = _calls[key] = _bind(specs, locals_, options)
         outs = call(locals_)
     return [as_dtensor(x, target) for x, target in zip(outs, targets, strict=True)]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from ..executor.call import check_backend, refuse, transport_for
 from ..executor.dispatch_modes import below_modes
@@ -134,7 +134,7 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
         module: a module to which, or to parts of which, `fully_shard` has been applied.
 
     Raises:
-        ArgumentError: no part of `module` is sharded by FSDP2.
+        ArgumentError: `module` is no module, or no part of it is sharded by FSDP2.
         UnsupportedError: the process group cannot carry programs on the device of a module's parameters; the text names
             the module. No module is adapted then.
     """
@@ -168,7 +168,7 @@ def restore_fsdp(module: torch.nn.Module) -> None:
         module: the module that was passed to `adapt_fsdp`, a part of it, or a module that contains it.
 
     Raises:
-        ArgumentError: no part of `module` is sharded by FSDP2.
+        ArgumentError: `module` is no module, or no part of it is sharded by FSDP2.
     """
     groups = list(_parameter_groups(module))
     for _, group in groups:
@@ -184,6 +184,8 @@ def _parameter_groups(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
     `FSDPModule.set_custom_all_gather` supports one group only, and does not return the previous collective.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"module: {shown(module)}; allowed: a torch.nn.Module")
     sharded = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
     if not sharded:
         raise ArgumentError(f"module: no part of {type(module).__name__} is an FSDPModule; call fully_shard first")

@@ -13,8 +13,15 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from ...errors import ArgumentError, UnsupportedError
-from ...planner import Layout, Orders, Topology, TopologyName, held_sizes, whole_numbers
-from ..convert_specs import check_dtype_argument, layout_of_spec, mesh_of, placements_or_layout, spec_of_layout
+from ...planner import Layout, Mesh, Orders, Topology, TopologyName, held_sizes, resolve_layout, whole_numbers
+from ..convert_specs import (
+    check_dtype_argument,
+    layout_of_spec,
+    mesh_of,
+    placements_or_layout,
+    spec_of_layout,
+    torch_placements,
+)
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
@@ -103,6 +110,8 @@ def redistribute(
         _count_traced([name for name, given in options.items() if given is not None])
         if placements is None or any(argument is not None for argument in (device_mesh, shard_order, out)):
             raise UnsupportedError("redistribute: torch.compile is tracing; allowed there: placements and dtypes alone")
+        if isinstance(placements, str):
+            placements = _traced_placements(placements, tuple(dtensor.device_mesh.shape), dtensor.ndim)
         dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
         return dtensor.redistribute(placements=placements, async_op=async_op, **dtypes)  # type: ignore[arg-type]
     try:
@@ -140,6 +149,22 @@ def _count_traced(ignored: list[str]) -> None:
     stats().ignored.update(ignored)
     if not is_installed():  # otherwise the replacement of torch's function, which is called next, counts it
         stats().delegations["torch.compile is tracing"] += 1
+
+
+@constant_when_traced
+def _traced_placements(text: str, mesh_shape: tuple[int, ...], ndim: int) -> tuple[Placement, ...]:
+    """The placements of a layout's text form, while torch.compile traces.
+
+    Raises:
+        UnsupportedError: the layout has a shard order, which placements do not express.
+    """
+    layout = resolve_layout("placements", text, Mesh(mesh_shape))
+    layout.check(mesh_shape, ndim, "placements")
+    if any(list(order) != sorted(order) for _, order in layout.orders):
+        raise UnsupportedError(
+            f"placements: {layout} has a shard order, and torch.compile is tracing; allowed there: the default order"
+        )
+    return torch_placements(layout)
 
 
 def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differentiable: bool) -> None:
@@ -266,7 +291,7 @@ def target_spec(
     """
     if placements is None:
         placements = dtensor._spec.placements
-    if type(placements) is list:
+    if type(placements) is not tuple and isinstance(placements, Sequence) and not isinstance(placements, str):
         placements = tuple(placements)
     orders = None if shard_order is None else sorted_orders(shard_order)
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -180,6 +180,19 @@ def binding() -> CallLock:
         MeetingTimeoutError: another thread was in calls for longer than the timeout.
     """
     return current_transports().rendezvous.lock
+
+
+@contextmanager
+def naming(ranks: Iterable[int], request: Callable[[], str]) -> Iterator[None]:
+    """A context, inside that of `binding`, in which errors of waits for peers name the request of these ranks that is
+    being bound. `request` returns its text."""
+    calls = current_transports().rendezvous.calls
+    before = calls.current
+    calls.current = calls.next_call(tuple(sorted(ranks)), request)
+    try:
+        yield
+    finally:
+        calls.current = before
 
 
 def check_backend(device: torch.device, mesh_size: int, requested: str | None = None) -> None:

@@ -20,7 +20,7 @@ from ..transports.select import AnyTransport
 from ..transports.streams import order_on, refuse_capture
 from ..transports.symmetric_memory.rates import measure_rates
 from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
-from .call import binding, check_backend, check_ranks, found_topology_of, transport_for
+from .call import binding, check_backend, check_ranks, found_topology_of, naming, transport_for
 
 _logger = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 62
@@ -92,7 +92,9 @@ def _prepare_ranks(
     max_bytes: int,
     pooled_outputs: int,
 ) -> None:
-    chosen, _ = transport_for(ranks, device, transport, mesh)
+    title = f"prepare(max_bytes={max_bytes}, pooled_outputs={pooled_outputs})"
+    with naming(ranks, lambda: title):
+        chosen, _ = transport_for(ranks, device, transport, mesh)
     while chosen.pending is not None:
         chosen.pending.finish()
     if chosen.error is not None:
@@ -101,7 +103,6 @@ def _prepare_ranks(
     if order is not None:
         order.join()
     with torch.inference_mode(False):
-        title = f"prepare(max_bytes={max_bytes}, pooled_outputs={pooled_outputs})"
         with chosen.rendezvous.making_ready(ranks, lambda: title):
             try:
                 found_topology_of(ranks, device)  # so that binding does not wait for it

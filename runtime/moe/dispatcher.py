@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from .. import flight_recorder
-from ..executor.call import binding, refuse, refuse_among, refuse_unplanned
+from ..executor.call import binding, naming, refuse, refuse_among, refuse_unplanned
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end, start_in_background
 from ..statistics import stats
@@ -239,7 +239,9 @@ class TokenDispatcher(TokenEngine):
         obstacle, why = why_not_backend(device, transport), ""
         if obstacle is not None:
             raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
-        with on_device(device), binding():  # whose pinned memory and streams a new transport has
+        sizes = f"{config.num_experts} experts, top {config.top_k}, hidden {config.hidden}"
+        # A new transport has pinned memory and streams of the device.
+        with on_device(device), binding(), naming(ranks, lambda: f"making a token dispatcher of {sizes}"):
             chosen, _ = current_transports().choose(ranks, device, transport)
             number = current_transports().number_dispatcher(ranks)
             self._transport, name = chosen, chosen.name

@@ -147,7 +147,7 @@ class PeerErrors:
         """The error if a rank has failed, or its process is known to have ended."""
         failure = self.reports.failure(rank)
         if failure is not None:
-            return PeerError(f"rank {self._rank} was waiting for rank {rank}: {failure}")
+            return PeerError(f"rank {self._rank} was waiting for rank {rank} in {self.calls.current}: {failure}")
         if self._is_gone(rank):
             # A rank whose own wait has failed may have closed its connections before it writes so.
             why = self.why_late(rank)

@@ -238,6 +238,8 @@ def collectives_alone(rank: int, transport: str) -> None:
     with pytest.raises(shardweave.ArgumentError, match="4 times as large"):
         gather(x[:3], y, dist.group.WORLD)
     for change in (shardweave.adapt_fsdp, shardweave.restore_fsdp):
+        with pytest.raises(shardweave.ArgumentError, match="^module: 'model'; allowed: a torch.nn.Module$"):
+            change("model")  # type: ignore[arg-type]
         with pytest.raises(shardweave.ArgumentError, match="call fully_shard first"):
             change(made())
 
