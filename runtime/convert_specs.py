@@ -95,8 +95,7 @@ def placements_or_layout(
     """
     if not isinstance(value, Layout | Sequence):
         raise ArgumentError(
-            f"{argument}: {shown(value)}; allowed: a Layout, its text form such as 'S0 R', or a sequence of Replicate, "
-            f"Shard, Partial"
+            f"{argument}: {shown(value)}; allowed: a Layout, its text form, or a sequence of Replicate, Shard, Partial"
         )
     if not isinstance(value, Layout | str):
         if not value or not all(isinstance(p, Placement) for p in value):

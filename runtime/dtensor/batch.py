@@ -21,6 +21,7 @@ from ..executor.call import (
     Call,
     binding,
     check_backend,
+    check_data,
     check_ranks,
     found_topology_of,
     naming,
@@ -113,8 +114,7 @@ def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], options: Redis
     with on_device(locals_[0].device):
         call = _calls.get(key)
         if call is None:
-            ranks = ranks_of(*(spec for pair in specs for spec in pair))
-            with binding(), naming(ranks, lambda: "; ".join(f"{source} to {target}" for source, target in specs)):
+            with binding():
                 call = _calls[key] = _bind(specs, locals_, options)
         outs = call(locals_)
     return [as_dtensor(x, target) for x, target in zip(outs, targets, strict=True)]
@@ -124,7 +124,17 @@ def _bind(
     specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], options: RedistributeOptions
 ) -> Call:
     """Plan and bind a batch. Communicates nothing, apart from what finding a topology does."""
+    ranks = ranks_of(*(spec for pair in specs for spec in pair))
+    with naming(ranks, lambda: "; ".join(f"{source} to {target}" for source, target in specs)):
+        return _bound(specs, locals_, options)
+
+
+def _bound(
+    specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], options: RedistributeOptions
+) -> Call:
     device = locals_[0].device
+    for i, x in enumerate(locals_):
+        check_data(f"dtensors[{i}]", x)
     check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), options.transport)
     rank = dist.get_rank()
     requests: list[Any] = []

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
-from ..executor.call import check_backend, refuse, transport_for
+from ..executor.call import check_backend, refuse, transport_for, why_no_data
 from ..executor.dispatch_modes import below_modes
 from ..statistics import log_level
 from ..transports.rendezvous.peer_reports import remarks
@@ -221,8 +221,8 @@ def _check(
     for name, x in (shard, whole):
         if type(x) not in (*PLAIN_TENSORS, AsyncCollectiveTensor):
             raise ArgumentError(f"{name}: a {type(x).__name__}; allowed: a torch.Tensor")
-        if x.layout is not torch.strided or x.is_meta or x.is_quantized:
-            raise ArgumentError(f"{name}: {x.layout} on {x.device}, of {x.dtype}; allowed: a strided tensor with data")
+        if (obstacle := why_no_data(x)) is not None:
+            raise ArgumentError(f"{name}: {obstacle}; allowed: a strided tensor with data")
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ArgumentError(f"group: {group!r}; allowed: a process group that this rank is in")
     (_, own), (_, all_), size = shard, whole, group.size()

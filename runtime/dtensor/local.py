@@ -22,7 +22,17 @@ from ...kernels import on_device
 from ...planner import Planner, Program, check_local_shape, check_shape, planner_of, position_of, title
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
-from ..executor.call import Call, binding, check_backend, check_ranks, found_topology_of, naming, refuse, transport_for
+from ..executor.call import (
+    Call,
+    binding,
+    check_backend,
+    check_data,
+    check_ranks,
+    found_topology_of,
+    naming,
+    refuse,
+    transport_for,
+)
 from ..executor.choose_algorithm import explain_on, leaves_sums_to_backend
 from ..executor.dispatch_modes import as_one_operator, below_modes, torchs_collectives
 from ..executor.local_slice import BoundSlice
@@ -195,6 +205,7 @@ def _plan(
     x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions
 ) -> _ShapelessPlanner:
     ndim = len(_global_shape(current))
+    check_data("dtensor", x)
     check_backend(x.device, max(current.mesh.size(), target.mesh.size()), options.transport)
     mesh, target_mesh = mesh_of(current.mesh), mesh_of(target.mesh)
     planner = planner_of(

@@ -26,7 +26,7 @@ from ...planner import (
     held_sizes,
 )
 from ..convert_specs import check_dtype_argument
-from ..executor.call import refuse_unplanned
+from ..executor.call import refuse_unplanned, why_no_data
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from .local import PLAIN_TENSORS
@@ -193,8 +193,8 @@ def _check(x: Any, mesh: Any, forward_dtype: Any, backward_dtype: Any) -> None:
         if isinstance(x, torch.Tensor):
             raise UnsupportedError(f"x: a {type(x).__name__}; allowed: a torch.Tensor")
         raise ArgumentError(f"x: {shown(x)}; allowed: a torch.Tensor")
-    if x.layout is not torch.strided or x.is_meta or x.is_quantized:
-        raise UnsupportedError(f"x: {x.layout} on {x.device}, of {x.dtype}; allowed: a strided tensor with data")
+    if (obstacle := why_no_data(x)) is not None:
+        raise UnsupportedError(f"x: {obstacle}; allowed: a strided tensor with data")
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
         raise ArgumentError(f"mesh: {shown(mesh)}; allowed: a DeviceMesh with names")
     if mesh.get_coordinate() is None:

@@ -195,6 +195,25 @@ def naming(ranks: Iterable[int], request: Callable[[], str]) -> Iterator[None]:
         calls.current = before
 
 
+def why_no_data(x: torch.Tensor) -> str | None:
+    """Why programs cannot move the memory of a tensor, as in "it is …"; None if they can."""
+    if x.is_meta:
+        return "on the meta device, which has no data"
+    if x.layout is not torch.strided:
+        return str(x.layout)
+    return f"quantized, of {x.dtype}" if x.is_quantized else None
+
+
+def check_data(name: str, x: torch.Tensor) -> None:
+    """Check that programs can move the memory of the local tensor of the DTensor `name`.
+
+    Raises:
+        UnsupportedError: they cannot.
+    """
+    if (obstacle := why_no_data(x)) is not None:
+        raise UnsupportedError(f"{name}: its local tensor is {obstacle}; allowed: a strided tensor with data")
+
+
 def check_backend(device: torch.device, mesh_size: int, requested: str | None = None) -> None:
     """Check that the default process group can exchange data on a device.
 

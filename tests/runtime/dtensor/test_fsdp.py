@@ -499,7 +499,7 @@ def refused_by_all_alike(rank: int, transport: str) -> None:
     mesh = init_device_mesh("cpu", (size,))
     wrong = [
         (lambda: gather(out, DTensor.from_local(x, mesh), group), "input_tensor: a DTensor; allowed"),
-        (lambda: gather(out.to("meta"), x, group), "output_tensor: torch.strided on meta"),
+        (lambda: gather(out.to("meta"), x, group), "output_tensor: on the meta device, which has no data"),
         (lambda: gather(out, x.to_sparse(), group), "input_tensor: torch.sparse_coo on cpu"),
         (
             lambda: gather(torch.zeros(1).expand(n * size), x, group),

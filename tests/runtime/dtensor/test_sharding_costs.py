@@ -154,8 +154,8 @@ def test_install_costs_binds_every_module(mesh: DeviceMesh) -> None:
 
 
 def test_cost_topology_is_validated() -> None:
-    with pytest.raises(ArgumentError, match="topology: 'nvlink'; allowed: a Topology, or None"):
-        shardweave.install(costs=True, topology="nvlink")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="topology: 'nvlinks'; allowed: a Topology, or None, or .*'nvlink'"):
+        shardweave.install(costs=True, topology="nvlinks")  # type: ignore[arg-type]
     assert not shardweave.is_installed()
 
 

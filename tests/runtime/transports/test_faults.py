@@ -21,7 +21,7 @@ pytestmark = pytest.mark.multi
 
 def disagree(rank: int, transport: str) -> None:
     mesh = init_device_mesh("cpu", (4,))
-    rows = 8 if rank != 2 else 12
+    rows = 8 if rank != 2 else 12  # as of uneven shards without their global shape
     d = DTensor.from_local(torch.full((rows // 4, 4), float(rank)), mesh, [Shard(0)], run_check=False)
     shardweave.redistribute(d, [Shard(1)], transport=transport)
 
@@ -34,6 +34,7 @@ def test_different_requests_raise(transport: str) -> None:
     assert all(end.error is not None for end in ends)
     error_texts = [end for end in ends if end.error == "DisagreementError"]
     assert all("no tensor of yours was written" in end.message for end in error_texts)
+    assert "only sizes differ: is shape= of DTensor.from_local missing" in ends[2].message
     if transport == "shared_memory":
         assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
 
