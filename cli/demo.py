@@ -30,6 +30,7 @@ from ..bench.harness.writable import check_writable
 from ..bench.workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
 from ..errors import ArgumentError, shown
 from ..runtime.environment import pretended_node_size
+from ..runtime.transports.choose_transport import TransportName
 
 MOST_RANKS = 64
 _MIN_RATIO, _MAX_COPIES = 3.0, 1.5  # of a case that is not too slow
@@ -120,7 +121,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
                 send({**labels, "unsuitable": str(reason)})
 
 
-def _compare(case: Case, mesh: DeviceMesh, transport: str) -> dict[str, Any]:
+def _compare(case: Case, mesh: DeviceMesh, transport: TransportName) -> dict[str, Any]:
     dtype = str(case.dtype).removeprefix("torch.")
     program = shardweave.plan(mesh, case.shape, dtype, case.source_text, case.target_text)
     source, target = (torch.full((max(program.bytes_received),), n, dtype=torch.uint8) for n in (1, 0))

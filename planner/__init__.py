@@ -19,7 +19,7 @@ from .batch import Batch, plan_batch
 from .cost.hardware import MachineFigures, found_topology
 from .cost.token_dedupe import price_dedupe, reached_shares
 from .cost.token_levels import price_levels
-from .cost.token_splits import HOST_READ_US, SPLITS, price_splits
+from .cost.token_splits import HOST_READ_US, SPLITS, Splits, price_splits
 from .cost.topology import (
     NVLINK_INFINIBAND,
     NVLINK_NODE,
@@ -78,6 +78,7 @@ __all__ = [
     "Request",
     "Row",
     "Shard",
+    "Splits",
     "Step",
     "StridedShard",
     "Topology",

@@ -94,7 +94,7 @@ def planner_of(
     *,
     target_mesh: Mesh | Sequence[int] | None = None,
     rank: int | None = None,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
     max_bytes: int | None = None,
 ) -> Planner:
     """The cached planner for tensors of `ndim` dims and any sizes. Args and errors as for `plan`."""

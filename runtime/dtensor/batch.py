@@ -30,6 +30,7 @@ from ..executor.call import (
     transport_for,
 )
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from ..transports.choose_transport import TransportName
 from . import observer
 from .autograd import as_dtensor
 from .local import below_dispatch_modes, plain_local, ranks_of
@@ -44,7 +45,7 @@ def redistribute_batch(
     placements: Sequence[Layout | str | Sequence[Placement]],
     *,
     device_mesh: DeviceMesh | None = None,
-    transport: str | None = None,
+    transport: TransportName | None = None,
     topology: Topology | TopologyName | None = None,
 ) -> list[DTensor]:
     """Redistribute several DTensors together, for example in a refit or an optimizer step.

@@ -26,6 +26,7 @@ from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..statistics import stats
+from ..transports.choose_transport import TransportName
 from . import observer
 from .autograd import RedistributeArgs, redistribute_forward, redistribute_with_gradient, same_layout, with_dtype
 from .constant_when_traced import constant_when_traced
@@ -52,7 +53,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     out: DTensor | None = None,
-    transport: str | None = None,
+    transport: TransportName | None = None,
     topology: Topology | TopologyName | None = None,
     reduction: Reduction | None = None,
 ) -> DTensor:
@@ -198,7 +199,7 @@ def explain(
     *,
     device_mesh: DeviceMesh | None = None,
     shard_order: Mapping[int, Sequence[int]] | None = None,
-    transport: str | None = None,
+    transport: TransportName | None = None,
     topology: Topology | TopologyName | None = None,
     reduction: Reduction | None = None,
 ) -> str:
@@ -230,7 +231,7 @@ def prepare_redistribute(
     device_mesh: DeviceMesh | None = None,
     shard_order: Mapping[int, Sequence[int]] | None = None,
     forward_dtype: torch.dtype | None = None,
-    transport: str | None = None,
+    transport: TransportName | None = None,
     topology: Topology | TopologyName | None = None,
     reduction: Reduction | None = None,
 ) -> None:

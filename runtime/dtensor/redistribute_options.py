@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError
 from ...planner import Topology, topology_argument
 from ..executor.choose_algorithm import Reduction, check_reduction
-from ..transports.choose_transport import check_name
+from ..transports.choose_transport import TransportName, check_name
 
 
 class RedistributeOptions(NamedTuple):
@@ -26,7 +26,7 @@ class RedistributeOptions(NamedTuple):
         spmd_types: under `install`, the collectives of spmd_types are carried out by shardweave.
     """
 
-    transport: str | None = None
+    transport: TransportName | None = None
     topology: Topology | None = None
     reduction: Reduction = "ordered"
     min_bytes: int = 0

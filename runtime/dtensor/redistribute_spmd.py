@@ -29,6 +29,7 @@ from ..convert_specs import check_dtype_argument
 from ..executor.call import refuse_unplanned, why_no_data
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from ..transports.choose_transport import TransportName
 from .local import PLAIN_TENSORS
 from .plain_calls import redistribute_plain
 from .redistribute_options import RedistributeOptions, call_options
@@ -101,7 +102,7 @@ def redistribute_spmd(
     shape: Sequence[int] | None = None,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    transport: str | None = None,
+    transport: TransportName | None = None,
     topology: Topology | TopologyName | None = None,
     reduction: Reduction | None = None,
 ) -> torch.Tensor:

@@ -200,7 +200,7 @@ def why_no_data(x: torch.Tensor) -> str | None:
     if x.is_meta:
         return "on the meta device, which has no data"
     if x.layout is not torch.strided:
-        return str(x.layout)
+        return f"{x.layout} on {x.device}"
     return f"quantized, of {x.dtype}" if x.is_quantized else None
 
 

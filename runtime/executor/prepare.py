@@ -14,6 +14,7 @@ from ...kernels import HALVES
 from ...planner import Mesh
 from ..convert_specs import mesh_of
 from ..process_group_cache import clear_caches
+from ..transports.choose_transport import TransportName
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport
@@ -27,7 +28,9 @@ _MOST_BYTES = 1 << 62
 _MOST_OUTPUTS = 1024
 
 
-def prepare(mesh: DeviceMesh, max_bytes: int, *, pooled_outputs: int = 0, transport: str | None = None) -> None:
+def prepare(
+    mesh: DeviceMesh, max_bytes: int, *, pooled_outputs: int = 0, transport: TransportName | None = None
+) -> None:
     """Allocate and connect ahead what redistributions on `mesh` need. Collective: every rank of the mesh calls it.
 
     Where ranks synchronise on the device, this allocates a symmetric window for every group of ranks along mesh dims
@@ -87,7 +90,7 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, pooled_outputs: int = 0, transp
 def _prepare_ranks(
     ranks: tuple[int, ...],
     device: torch.device,
-    transport: str | None,
+    transport: TransportName | None,
     mesh: DeviceMesh,
     max_bytes: int,
     pooled_outputs: int,
