@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import NoReturn
 
 import shardweave
 from shardweave.cli.commands import bench, calibrate, compare, demo, dispatch, doctor, plan, record, replay, report
+from shardweave.cli.output_streams import lost_output, open_streams, spelled_in_ascii
 from shardweave.errors import ShardweaveError
 
 _COMMANDS = {
@@ -59,14 +59,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in _COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.HELP))
+        description = f"{command.HELP[0].upper()}{command.HELP[1:]}."
+        command.add_arguments(commands.add_parser(name, help=command.HELP, description=description))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit status: 2 for an invalid argument, 1 for a wrong result, a problem or a failed
-    rank, 130 after Ctrl-C, 141 where nobody reads the output any more."""
-    arguments = _parser().parse_args(argv)
+    """Run one command. Returns its exit status: 2 for an invalid argument or output that cannot be written, 1 for a
+    wrong result, a problem or a failed rank, 130 after Ctrl-C, 141 where nobody reads the output any more."""
+    without_output = open_streams()
+    with spelled_in_ascii():
+        arguments = _parser().parse_args(argv)
+        if arguments.command != "record":
+            if without_output:
+                print("error: standard output is closed; allowed: a file or a pipe, or /dev/null", file=sys.stderr)
+                return 2
+            return _run(arguments)
+    return _run(arguments)  # a script prints as it would without `record`
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         status: int = _COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()
@@ -79,22 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # the script's own
         return 130
     except OSError as error:
-        lost = _lost_output()
+        lost = lost_output()
         if lost is None:
             raise
         if not isinstance(lost, BrokenPipeError):
             print(f"error: standard output: {error.strerror}", file=sys.stderr)
         return 141 if isinstance(lost, BrokenPipeError) else 2
-
-
-def _lost_output() -> OSError | None:
-    """Why standard output cannot be written, if it cannot. What is left of it goes nowhere, also at the end."""
-    try:
-        print(flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return error
-    return None
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def _report(console: Console, measurements: Sequence[dict[str, Any]], out: Path 
 
 def _table(title: str, topology: Topology, kind: str, samples: Sequence[Sample]) -> Table:
     view = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
-    for column in ("peers", "bytes sent", "bytes copied", "measured µs", "fitted µs", "fitted ÷ measured - 1", "GB/s"):
+    for column in ("peers", "bytes\nsent", "bytes\ncopied", "measured\nµs", "fitted\nµs", "difference", "GB/s"):
         view.add_column(column, justify="right", no_wrap=True)
     for sample in samples:
         fitted = predicted_us(topology, kind, sample)

@@ -25,11 +25,12 @@ from ..bench.harness.interleaved import KEPT, slowest, time_sides
 from ..bench.harness.machine import provenance
 from ..bench.harness.markdown import provenance_lines
 from ..bench.harness.ranks import RanksFailed, Send, run_ranks, timeout_seconds
-from ..bench.harness.terminal import console_of_tables, progress_on, table
+from ..bench.harness.terminal import console_of_tables, print_rows, progress_on
 from ..bench.harness.writable import check_writable
 from ..bench.workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
 from ..errors import ArgumentError, shown
 from ..runtime.environment import pretended_node_size
+from ..runtime.transports.choose_transport import TransportName
 
 MOST_RANKS = 64
 _MIN_RATIO, _MAX_COPIES = 3.0, 1.5  # of a case that is not too slow
@@ -120,7 +121,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
                 send({**labels, "unsuitable": str(reason)})
 
 
-def _compare(case: Case, mesh: DeviceMesh, transport: str) -> dict[str, Any]:
+def _compare(case: Case, mesh: DeviceMesh, transport: TransportName) -> dict[str, Any]:
     dtype = str(case.dtype).removeprefix("torch.")
     program = shardweave.plan(mesh, case.shape, dtype, case.source_text, case.target_text)
     source, target = (torch.full((max(program.bytes_received),), n, dtype=torch.uint8) for n in (1, 0))
@@ -263,7 +264,7 @@ def _show(
         (f"torch on gloo against shardweave's {medium}", shared),
         ("torch on gloo against shardweave on gloo: the same transport on both sides", collective),
     ):
-        console.print(table(title, texts, figures, list(map(_cells, cases))))
+        print_rows(console, title, texts, figures, list(map(_cells, cases)))
         console.print(f"\n[bold]{summary_line(cases)}[/bold]\n{note}")
         note = ""
     for name, of_transport in results.items():

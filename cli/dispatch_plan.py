@@ -7,7 +7,8 @@ from typing import Any
 
 from shardweave.errors import ArgumentError, shown
 from shardweave.kernels.tokens.rows import PAYLOADS
-from shardweave.runtime.moe.config import DispatchConfig
+from shardweave.planner import Splits
+from shardweave.runtime.moe.config import DispatchConfig, OverflowPolicy, RowsLayout, SavedRows
 from shardweave.runtime.moe.report import explain, to_dict
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer
 from shardweave.runtime.moe.transfer.levels import SYMMETRIC, windows_inside, with_splits
@@ -29,12 +30,12 @@ def text(
     capacity: str | None = None,
     expert_capacity: int | None = None,
     align: int = 1,
-    overflow: str = "raise",
-    layout: str = "grouped",
-    save: str = "buffer",
+    overflow: OverflowPolicy = "raise",
+    layout: RowsLayout = "grouped",
+    save: SavedRows = "buffer",
     pooled_buffers: int = 1,
     chunk_capacity: str | None = None,
-    splits: str | None = None,
+    splits: Splits | None = None,
     as_json: bool = False,
 ) -> str:
     """Return settings, memory and bytes on the wire of every algorithm.

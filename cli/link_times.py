@@ -133,7 +133,7 @@ class _Swap:
     that is not one-sided packs and unpacks all of it, as the price of a step supposes.
     """
 
-    def __init__(self, mesh: DeviceMesh, nbytes: int, transport: str, device: torch.device) -> None:
+    def __init__(self, mesh: DeviceMesh, nbytes: int, transport: Any, device: torch.device) -> None:
         n = mesh.size()
         k = max(1, round(nbytes / (16 * (n - 1))))
         self.mesh, self.transport, self.shape = mesh, transport, (2, 2 * n, n * k)
@@ -165,7 +165,7 @@ def _check(swap: _Swap) -> None:
     assert torch.equal(swap(swap.source).to_local().cpu(), expected), f"a wrong exchange on {swap.transport}"
 
 
-def _locals(device: torch.device, nodes: tuple[int, int], transport: str | None, sizes: Sequence[int]) -> list[Sample]:
+def _locals(device: torch.device, nodes: tuple[int, int], transport: Any, sizes: Sequence[int]) -> list[Sample]:
     """Calls of all ranks at once that move nothing between them, R → S1 in each node, or among all ranks where a node
     has one: each copies its part of [2, n k] float32, of up to so many bytes.
     """

@@ -29,6 +29,7 @@ from ..errors import ArgumentError
 from ..planner import Topology
 from ..runtime.tracing.merge import merge_traces
 from ..runtime.tracing.trace_file import Trace
+from ..runtime.transports.choose_transport import TransportName
 from .replay_costs import computed_costs
 from .replay_ranks import Setting, rank_main
 from .replay_report import Replayed, show_computed, show_replayed
@@ -50,7 +51,7 @@ class Options:
     """
 
     device: str | None = None
-    transport: str | None = None
+    transport: TransportName | None = None
     topology: Topology | None = None
     scaled: bool = False
     only: str = ""
@@ -176,7 +177,7 @@ def _run(
     return report, any(one.faults for one in replayed)
 
 
-def check_device(device: str, transport: str | None, ranks: int) -> None:
+def check_device(device: str, transport: TransportName | None, ranks: int) -> None:
     """Check that ranks can run on the device.
 
     Raises:

@@ -26,6 +26,7 @@ from ..runtime.dtensor.drop_in import stock_redistribute_local_tensor
 from ..runtime.dtensor.local import run_redistribution
 from ..runtime.dtensor.redistribute_options import RedistributeOptions
 from ..runtime.tracing.trace_file import Entry
+from ..runtime.transports.choose_transport import TransportName
 from .replay_values import Values
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -45,7 +46,7 @@ class Setting:
 
     cases: Sequence[Case]
     device: str
-    transport: str | None
+    transport: TransportName | None
     rounds: int
     cache_bytes: int
 

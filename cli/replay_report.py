@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ..bench.harness.terminal import table
+from ..bench.harness.terminal import print_rows
 from ..bench.workloads.trace_cases import Case
 from ..planner import Topology
 from ..planner.render.explain import format_bytes
@@ -129,10 +129,10 @@ def _count(cases: Sequence[object]) -> str:
 def show_cases(
     console: Console, title: str, columns: Sequence[str], rows: Sequence[tuple[Case, Sequence[str]]]
 ) -> None:
-    """Print a table of cases with their figures, whose headings are `columns`."""
+    """Print cases with their figures, whose headings are `columns`."""
     # File names and mesh dims may contain brackets, which rich would take for markup.
     cells = [[*map(escape, _cells(case)), *figures] for case, figures in rows]
-    console.print(table(escape(title), ("where", "mesh", "tensor", "layouts"), ("calls", *columns), cells))
+    print_rows(console, escape(title), ("where", "mesh", "tensor", "layouts"), ("calls", *columns), cells)
 
 
 def _cells(case: Case) -> list[str]:

@@ -23,7 +23,7 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "DTensors": (
                 "redistribute", "redistribute_batch", "redistribute_local_tensor", "ordered_redistribute_local_tensor",
-                "redistribute_spmd", "explain", "prepare", "bind",
+                "redistribute_spmd", "explain", "prepare", "prepare_redistribute",
             ),
             "Shared memory": ("empty_cache", "pool_memory", "PoolMemory", "set_pool_limit"),
         },

@@ -33,7 +33,7 @@ EXPERTS, TOP_K = 8, 2
 class Block(nn.Module):
     """Shared experts, which all tokens pass, and routed experts, of which each rank has its part."""
 
-    def __init__(self, hidden: int, width: int, tokens: int, device: torch.device, transport: str | None) -> None:
+    def __init__(self, hidden: int, width: int, tokens: int, device: torch.device, transport: Any) -> None:
         super().__init__()
         self.dispatcher = shardweave.TokenDispatcher(
             num_experts=EXPERTS, top_k=TOP_K, hidden=hidden, max_tokens=tokens, dtype=torch.float32, device=device,

@@ -28,7 +28,14 @@ from .tokens.offer_rows import offer_rows
 from .tokens.offer_tokens import RowTables, offer_tokens
 from .tokens.push_rows import push_rows
 from .tokens.push_sums import push_sums
-from .tokens.quantize_rows import QUANTIZATIONS, Quantization, QuantizedRows, dequantize_rows, quantize_rows
+from .tokens.quantize_rows import (
+    QUANTIZATIONS,
+    Quantization,
+    QuantizationName,
+    QuantizedRows,
+    dequantize_rows,
+    quantize_rows,
+)
 from .tokens.receive_rows import receive_rows
 from .tokens.repeated_dispatch import RepeatedDispatch
 from .tokens.route_rows import route_rows
@@ -57,6 +64,7 @@ __all__ = [
     "PAYLOADS",
     "QUANTIZATIONS",
     "Quantization",
+    "QuantizationName",
     "QuantizedRows",
     "SLOT",
     "UNLIMITED",

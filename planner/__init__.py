@@ -14,13 +14,21 @@
   `token_dedupe` prices a token that crosses once for each rank inside a node.
 """
 
-from .arguments import check_layout, check_local_shape, check_shape
+from .arguments import check_layout, check_local_shape, check_shape, resolve_layout
 from .batch import Batch, plan_batch
 from .cost.hardware import MachineFigures, found_topology
 from .cost.token_dedupe import price_dedupe, reached_shares
 from .cost.token_levels import price_levels
-from .cost.token_splits import HOST_READ_US, SPLITS, price_splits
-from .cost.topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
+from .cost.token_splits import HOST_READ_US, SPLITS, Splits, price_splits
+from .cost.topology import (
+    NVLINK_INFINIBAND,
+    NVLINK_NODE,
+    TOPOLOGIES,
+    Link,
+    Topology,
+    TopologyName,
+    topology_argument,
+)
 from .exchange.local_slice import LocalSlice
 from .exchange.node_change import layout_change
 from .exchange.senders import communicates
@@ -49,6 +57,7 @@ __all__ = [
     "NVLINK_INFINIBAND",
     "NVLINK_NODE",
     "SPLITS",
+    "TOPOLOGIES",
     "Batch",
     "TransferTable",
     "Exchange",
@@ -69,9 +78,11 @@ __all__ = [
     "Request",
     "Row",
     "Shard",
+    "Splits",
     "Step",
     "StridedShard",
     "Topology",
+    "TopologyName",
     "check_dtype",
     "check_layout",
     "check_local_shape",
@@ -95,7 +106,9 @@ __all__ = [
     "price_splits",
     "reached_shares",
     "redistribute_cost",
+    "resolve_layout",
     "spans_at",
     "title",
+    "topology_argument",
     "whole_numbers",
 ]

@@ -15,13 +15,13 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ArgumentError, UnsupportedError, with_prefix
-from .cost.topology import Topology
+from .cost.topology import Topology, TopologyName, topology_argument
 from .exchange.steps import Exchange
 from .layouts.mesh import MOST_RANKS, position_of, whole_numbers
 from .plan import plan
 from .program import Program
 from .program_base import format_bytes
-from .request import Request, check_max_bytes, check_topology
+from .request import Request, check_max_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +193,7 @@ def plan_batch(
     requests: Sequence[Request],
     *,
     rank: int | None = None,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
     max_bytes: int | None = None,
 ) -> Batch:
     """Plan several tensors that are redistributed together, such as the parameters of a model.
@@ -216,7 +216,7 @@ def plan_batch(
         (rank,) = whole_numbers("rank", [rank])
         if not 0 <= rank < MOST_RANKS:
             raise ArgumentError(f"rank: {rank}; allowed: 0 and up, below {MOST_RANKS}, or None")
-    check_topology(topology)
+    topology = topology_argument(topology)
     shared = _with_shared_latency(topology, len(requests))
     max_bytes = check_max_bytes(max_bytes)
     limits: list[int | None] = [None] * len(requests)

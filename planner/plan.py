@@ -14,7 +14,7 @@ from .arguments import check_layout, check_shape, check_target, normalized_layou
 from .bounded_fan_in import bound_fan_in
 from .cost.cross_mesh_cost import cross_mesh_price
 from .cost.priced_ranks import PRICED_WHOLE
-from .cost.topology import NVLINK_NODE, Topology
+from .cost.topology import NVLINK_NODE, Topology, TopologyName
 from .cross_mesh_plan import plan_cross_mesh
 from .exchange.build_steps import build_step
 from .exchange.layout_change import LayoutChange
@@ -44,7 +44,7 @@ def plan(
     *,
     target_mesh: Mesh | Sequence[int] | None = None,
     rank: int | None = None,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
     max_bytes: int | None = None,
 ) -> Program:
     """Plan the redistribution of a tensor of the global `shape` from layout `source` to layout `target`.
@@ -94,7 +94,7 @@ def planner_of(
     *,
     target_mesh: Mesh | Sequence[int] | None = None,
     rank: int | None = None,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
     max_bytes: int | None = None,
 ) -> Planner:
     """The cached planner for tensors of `ndim` dims and any sizes. Args and errors as for `plan`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .arguments import check_shape, resolve_layout
-from .cost.topology import Topology
+from .cost.topology import Topology, TopologyName, topology_argument
 from .layouts.dtypes import check_dtype
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh, union_mesh, whole_numbers
@@ -44,7 +44,7 @@ class Request:
         target: Layout | str,
         target_mesh: Mesh | Sequence[int] | None = None,
         rank: int | None = None,
-        topology: Topology | None = None,
+        topology: Topology | TopologyName | None = None,
         max_bytes: int | None = None,
     ) -> None:
         shape = check_shape(shape)
@@ -54,7 +54,7 @@ class Request:
             rank = whole_numbers("rank", [rank])[0]
             union_mesh(mesh, other).coordinate(rank)  # raises if there is no such position
         source, target = resolve_layout("source", source, mesh), resolve_layout("target", target, other)
-        check_topology(topology)
+        topology = topology_argument(topology)
         max_bytes = check_max_bytes(max_bytes)
         self.__dict__.update(
             mesh=mesh, shape=shape, dtype=check_dtype(dtype), source=source, target=target, target_mesh=other,
@@ -70,12 +70,6 @@ class Request:
     def fields(self) -> tuple[Any, ...]:
         """(mesh, shape, dtype, source, target, target_mesh): the request without the options of the plan."""
         return self.mesh, self.shape, self.dtype, self.source, self.target, self.target_mesh
-
-
-def check_topology(topology: object) -> None:
-    """Raise ArgumentError unless `topology` is a Topology or None."""
-    if topology is not None and not isinstance(topology, Topology):
-        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
 
 
 def check_max_bytes(max_bytes: int | None) -> int | None:

@@ -11,7 +11,7 @@ from .dtensor.fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_
 from .dtensor.install import install, installed, is_installed, uninstall
 from .dtensor.ordered_local import ordered_redistribute_local_tensor
 from .dtensor.plan import plan, plan_batch, redistribute_cost
-from .dtensor.redistribute import bind, explain, redistribute
+from .dtensor.redistribute import explain, prepare_redistribute, redistribute
 from .dtensor.redistribute_spmd import redistribute_spmd
 from .executor.prepare import prepare
 from .executor.simulate import simulate
@@ -85,7 +85,6 @@ __all__ = [
     "VirtualTokenDispatcher",
     "adapt_fsdp",
     "balance_experts",
-    "bind",
     "checkpointable_tensor",
     "dump_flight_records",
     "empty_cache",
@@ -101,6 +100,7 @@ __all__ = [
     "pool_memory",
     "record",
     "prepare",
+    "prepare_redistribute",
     "redistribute",
     "redistribute_batch",
     "redistribute_cost",

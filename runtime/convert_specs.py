@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types as torch_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
-from ..errors import ArgumentError, UnsupportedError, shown
-from ..planner import ITEMSIZE, Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard
+from ..errors import ArgumentError, UnsupportedError, shown, with_prefix
+from ..planner import ITEMSIZE, Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard, resolve_layout
 from .process_group_cache import ProcessGroupCache
 
 _OPS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "prod"}
@@ -83,26 +83,45 @@ def normalize_placements(
     return tuple(normalized)
 
 
-def as_layout(argument: str, value: Any, mesh: Mesh, ndim: int) -> Layout | str:
-    """Convert an argument to a layout: a `Layout` or its text form is returned unchanged, a sequence of placements
-    (torch's or the planner's) becomes a `Layout`.
-
-    Strided shards are decoded to a shard order where one exists.
+def placements_or_layout(
+    argument: str, value: Any, mesh: Mesh, ndim: int
+) -> tuple[torch_types.Placement, ...] | Layout:
+    """Check an argument that says how a tensor lies on a mesh. A sequence of torch's placements is returned with
+    non-negative tensor dims; a `Layout`, its text form or a sequence of the planner's placements as a `Layout`.
 
     Raises:
-        ArgumentError: another type, or placements that do not fit the mesh or the tensor; the text names `argument`.
+        ArgumentError: another type, or what does not fit the mesh or the tensor; the text names `argument`.
+        UnsupportedError: partial ops that do not mix.
+    """
+    if not isinstance(value, Layout | Sequence):
+        raise ArgumentError(
+            f"{argument}: {shown(value)}; allowed: a Layout, its text form, or a sequence of Replicate, Shard, Partial"
+        )
+    if not isinstance(value, Layout | str):
+        if not value or not all(isinstance(p, Placement) for p in value):
+            return normalize_placements(argument, value, mesh.ndim, ndim)
+        try:
+            value = Layout(value)
+        except (ArgumentError, UnsupportedError) as error:
+            raise with_prefix(error, argument) from None
+    layout = resolve_layout(argument, value, mesh)
+    layout.check(mesh.shape, ndim, argument)
+    return layout
+
+
+def as_layout(argument: str, value: Any, mesh: Mesh, ndim: int) -> Layout:
+    """The layout that an argument says, in any of the forms of `placements_or_layout`. Strided shards are decoded to a
+    shard order where one exists.
+
+    Raises:
+        ArgumentError: as `placements_or_layout`.
         UnsupportedError: as `layout_of`.
     """
-    if isinstance(value, Layout | str):
-        return value
-    if not isinstance(value, Sequence):
-        raise ArgumentError(
-            f"{argument}: {value!r}; allowed: a Layout, its text form, or a sequence of Replicate, Shard, Partial"
-        )
+    given = placements_or_layout(argument, value, mesh, ndim)
+    if isinstance(given, Layout):
+        return given
     try:
-        if value and all(isinstance(p, Placement) for p in value):
-            return Layout(value)
-        return layout_of(normalize_placements(argument, value, mesh.ndim, ndim), mesh.shape)
+        return layout_of(given, mesh.shape)
     except UnsupportedError as error:
         raise UnsupportedError(f"{argument}: {error}") from None
 
@@ -173,8 +192,8 @@ def _planner_placements(placements: Sequence[Any]) -> list[Placement]:
     return converted
 
 
-def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
-    """The spec of a layout, the inverse of `layout_of_spec`."""
+def torch_placements(layout: Layout) -> tuple[torch_types.Placement, ...]:
+    """The placements of a layout, without its shard order."""
     torch_ops = {planner_op: torch_op for torch_op, planner_op in _OPS.items()}
     placements: list[torch_types.Placement] = []
     for p in layout.placements:
@@ -186,10 +205,16 @@ def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) ->
             placements.append(torch_types.Partial(torch_ops[p.op]))
         else:
             placements.append(torch_types.Replicate())
+    return tuple(placements)
+
+
+def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
+    """The spec of a layout, the inverse of `layout_of_spec`."""
+    placements = torch_placements(layout)
     if any(isinstance(p, StridedShard) and not p.own for p in layout.placements):
-        return DTensorSpec(device_mesh, tuple(placements), meta, use_strided_shard_as_shard_order=True)
+        return DTensorSpec(device_mesh, placements, meta, use_strided_shard_as_shard_order=True)
     order = tuple(ShardOrderEntry(tensor_dim=d, mesh_dims=tuple(dims)) for d, dims in layout.orders)
-    return DTensorSpec(device_mesh, tuple(placements), meta, shard_order=order, use_strided_shard_as_shard_order=False)
+    return DTensorSpec(device_mesh, placements, meta, shard_order=order, use_strided_shard_as_shard_order=False)
 
 
 def with_placements(spec: DTensorSpec, placements: tuple[torch_types.Placement, ...]) -> DTensorSpec:

@@ -16,7 +16,8 @@ _MAX_TIMEOUT = 366 * 86400.0
 _MAX_RECORDS = 1_000_000
 _TORCH_FILES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 _SEGMENT_KINDS = ("anonymous", "named")
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+BYTES = "a whole number below 2**63, of bytes or with a unit: K or KiB (1024 bytes), M or MiB, G or GiB, T or TiB"
 _LOGGERS = {
     "all": ("",),
     "dispatch": (".runtime.moe",),
@@ -113,12 +114,17 @@ def requested_pool_limit() -> int | None:
     text = os.environ.get("SHARDWEAVE_POOL_LIMIT")
     if not text:
         return None
-    match = re.fullmatch(r"([0-9]+)([KMG]?)", text)
-    if match is None:
-        raise ArgumentError(
-            f"SHARDWEAVE_POOL_LIMIT: {text!r}; allowed: a whole number of bytes, optionally followed by K, M or G"
-        )
-    return int(match[1]) << _UNITS[match[2]]
+    limit = bytes_of(text)
+    if limit is None:
+        raise ArgumentError(f"SHARDWEAVE_POOL_LIMIT: {text!r}; allowed: {BYTES}")
+    return limit
+
+
+def bytes_of(text: str) -> int | None:
+    """The bytes that a text such as "4096", "64K" or "1MiB" says; None: not such a number."""
+    match = re.fullmatch(r"([0-9]{1,19})(?:([KMGT])(?:iB)?)?", text)
+    nbytes = int(match[1]) << _UNITS[match[2] or ""] if match else 1 << 63
+    return nbytes if nbytes < 1 << 63 else None
 
 
 def requested_poison() -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...runtime import TokenDispatcher
+from ...runtime.transports.choose_transport import TransportName
 
 TOP_K, EXPERTS = 4, 32
 # Of the largest, in float32: sums of TOP_K products, and of a row's length for weights.
@@ -24,7 +25,7 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scale | None], torch
 """[T, H] of tokens [T, H], ids and weights [T, K], and experts (None: the identity)."""
 
 
-def shardweave_layer(mesh: DeviceMesh, hidden: int, tokens: int, transport: str | None = None) -> Layer:
+def shardweave_layer(mesh: DeviceMesh, hidden: int, tokens: int, transport: TransportName | None = None) -> Layer:
     ours = TokenDispatcher(
         mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=hidden, max_tokens=tokens, dtype=torch.float32,
         transport=transport,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardweave.bench.gpu.host_work import MirrorTransport
 from shardweave.bench.suites.suite_host import TIMEOUT, Alone
-from shardweave.kernels import launch
+from shardweave.kernels import QuantizationName, launch
 from shardweave.kernels.channel import SLOT
 from shardweave.kernels.launch import Launches
 from shardweave.runtime.moe import dispatcher as dispatcher_module
@@ -42,7 +42,7 @@ class TokenCase:
     experts: int = 64
     hidden: int = 128
     dtype: torch.dtype = torch.bfloat16
-    quantize: str | None = None  # of dispatch and of combine
+    quantize: QuantizationName | None = None  # of dispatch and of combine
 
     def __str__(self) -> str:
         text = f"{self.tokens} tokens, top {self.top_k} of {self.experts} experts, hidden {self.hidden}"

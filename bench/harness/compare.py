@@ -23,7 +23,7 @@ from rich.markup import escape
 from ...errors import ArgumentError
 from .machine import kind
 from .result_file import Results, Row, read
-from .terminal import console_of_tables, table
+from .terminal import console_of_tables, print_rows
 
 THRESHOLD = 0.10
 _RESAMPLED = 4000
@@ -162,7 +162,8 @@ def show(comparison: Comparison) -> int:
         )]
         for o in c.rows
     ]  # fmt: skip
-    console_of_tables().print(table(None, ("case", "contender", ""), ("A", "B", "unit", "B ÷ A", "interval"), cells))
+    figures = ("A", "B", "unit", "B ÷ A", "interval")
+    print_rows(console_of_tables(), None, ("case", "contender", "verdict"), figures, cells)
     print(
         f"\nRatios are B ÷ A, with the interval of 95 of 100 resamplings. Others' rows: the machine was "
         f"{c.drift:.2f} times as slow (ninth decile).\n"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArgumentError, shown
+from ...runtime.text_files import read_text
 
 # Of a sample in pytest-benchmark's seconds.
 UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
@@ -181,7 +182,7 @@ def read(path: Path, argument: str) -> Results:
         ArgumentError: the file is missing, cut short or something else; the text names `argument`.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
         date, command, scale, match, machine, absent, faults = (content[name] for name in _HEAD)
         rows = [Row.of(one) for one in content["benchmarks"]]
         absent, faults = ([Missing(**one) for one in some] for some in (absent, faults))

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
+from rich.columns import Columns
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 _PLAIN_WIDTH = 170  # columns, of a file or a pipe
+_LEAST_WIDTH = 150  # columns, of a table; with fewer its texts would be folded to a few characters
 
 
-def console_of_tables() -> Console:
-    """A console on stdout, as wide as the terminal."""
-    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+def console_of_tables(stderr: bool = False) -> Console:
+    """A console on stdout or stderr: as wide as the terminal, or as `COLUMNS` says; 170 columns in a file or a pipe."""
+    stream = sys.stderr if stderr else sys.stdout
+    is_known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(stderr=stderr, width=None if is_known else _PLAIN_WIDTH, highlight=False)
 
 
-def table(title: str | None, texts: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first columns are texts, which are folded, and whose other columns are figures.
+def print_rows(
+    console: Console, title: str | None, texts: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Print a table, or a block of lines for each row where the console has less than 150 columns.
 
     Args:
         title, rows: with rich's markup.
-        texts, figures: the names of the columns.
+        texts: the names of the first columns, which are folded.
+        figures: the names of the other columns.
     """
+    if console.width >= _LEAST_WIDTH:
+        console.print(_table(title, texts, figures, rows))
+        return
+    if title is not None:
+        console.print(f"[italic]{title}[/italic]\n")
+    names = [name.replace("\n", " ") for name in figures]
+    for row in rows:
+        block = Table.grid(padding=(0, 2, 0, 0))
+        block.add_column(no_wrap=True)
+        block.add_column(overflow="fold")
+        for text, cell in zip(texts, row, strict=False):
+            block.add_row(f"[bold]{text}[/bold]", cell)
+        console.print(block)
+        cells = row[len(texts) :]
+        console.print(Columns([f"{name} {cell}" for name, cell in zip(names, cells, strict=True)], padding=(0, 3)), "")
+
+
+def _table(title: str | None, texts: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     view = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
     for name in texts:
         view.add_column(name, overflow="fold")

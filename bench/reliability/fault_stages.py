@@ -34,7 +34,7 @@ class Stages:
         transport: of all calls.
     """
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: Any) -> None:
         self.transport, self.rank, self.size = transport, dist.get_rank(), dist.get_world_size()
         self.mesh = DeviceMesh("cpu", list(range(self.size)), _init_backend=False)
         self._pending: tuple[DTensor, torch.Tensor] | None = None

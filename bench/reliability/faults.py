@@ -319,13 +319,13 @@ def print_table(outcomes: dict[Case, Outcome], seconds: float) -> None:
         "of them raised, those that name the rank, things left behind"
     )
     try:
-        from ..harness.terminal import console_of_tables, table
+        from ..harness.terminal import console_of_tables, print_rows
     except ImportError:  # rich is an extra
         print(title)
         for row in (("point", "transport", *KINDS), *rows):
             print(" | ".join(row))
     else:
-        console_of_tables().print(table(title, ("point", "transport"), KINDS, rows))
+        print_rows(console_of_tables(), title, ("point", "transport"), KINDS, rows)
     wrong = {case: faults for case, outcome in outcomes.items() if (faults := outcome.faults())}
     for case, faults in wrong.items():
         print(f"WRONG {case}: {'; '.join(faults)}")

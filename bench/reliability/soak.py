@@ -210,13 +210,13 @@ class Report:
         columns = ("seconds", "redistributions", "dispatches", *_GROWTH)
         title = f"The largest of {len(self.end)} ranks"
         try:
-            from ..harness.terminal import console_of_tables, table
+            from ..harness.terminal import console_of_tables, print_rows
         except ImportError:  # rich is an extra
             print(title)
             for row in (columns, *rows):
                 print(" | ".join(row))
         else:
-            console_of_tables().print(table(title, (), columns, rows))
+            print_rows(console_of_tables(), title, (), columns, rows)
         done, verified = self.end[0]["done"], self.end[0]["verified"]
         seconds, cpu = (max(message[name] for message in self.end) for name in ("seconds", "cpu"))
         print(

@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from ...runtime.dtensor.batch import redistribute_batch
 from ...runtime.dtensor.redistribute import redistribute
 from ...runtime.moe.dispatcher import TokenDispatcher
+from ...runtime.transports.choose_transport import TransportName
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)  # in which sums of the values here are exact
@@ -44,11 +45,11 @@ class Request(NamedTuple):
 
     source: DTensorSpec
     target: tuple[Placement, ...]
-    transport: str
+    transport: TransportName
     base: int
 
 
-def _often_first(random: Random, transports: Sequence[str]) -> str:
+def _often_first(random: Random, transports: Sequence[TransportName]) -> TransportName:
     return transports[min(int(random.expovariate(_OFTEN)), len(transports) - 1)]
 
 
@@ -87,7 +88,7 @@ class Redistributions:
         transports: of which each request has one, the first ones more often.
     """
 
-    def __init__(self, seed: int, transports: Sequence[str]) -> None:
+    def __init__(self, seed: int, transports: Sequence[TransportName]) -> None:
         self.rank, size = dist.get_rank(), dist.get_world_size()
         self._random, self._transports = Random(seed), transports
         groups: list[Any] = [list(range(size)), [0, 1], [0, size - 1], list(range(1, size))]
@@ -173,7 +174,7 @@ class Redistributions:
 class Dispatches:
     """Random dispatches with their combines, some with a backward, of dispatchers with different settings."""
 
-    def __init__(self, seed: int, transports: Sequence[str]) -> None:
+    def __init__(self, seed: int, transports: Sequence[TransportName]) -> None:
         self.rank, self._random, self.verified = dist.get_rank(), Random(f"{seed} dispatches"), 0
         self._own = torch.Generator().manual_seed(1000 * seed + self.rank)
         more: tuple[dict[str, Any], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .parsing import need_rich, number_of
+from .parsing import need_rich, number_of, number_of_bytes
 
 HELP = "measure the links between ranks of torchrun, or local ones; prints JSON for plan --topology"
 
@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", metavar="TEXT", help="the name of the topology")
     parser.add_argument(
         "--largest",
-        type=number_of("bytes"),
+        type=number_of_bytes,
         metavar="BYTES",
         default=32 << 20,
-        help="the most bytes that a rank sends (default: %(default)s)",
+        help="the most bytes that a rank sends, such as 8M (default: 32M)",
     )
     parser.add_argument(
         "--no-keep",

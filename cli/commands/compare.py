@@ -11,8 +11,8 @@ HELP = "compare two result files of bench: cases that became slower or faster be
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", type=Path, metavar="A.json")
-    parser.add_argument("after", type=Path, metavar="B.json")
+    parser.add_argument("before", type=Path, metavar="A.json", help="the results to compare with")
+    parser.add_argument("after", type=Path, metavar="B.json", help="the results that may be slower or faster")
     parser.add_argument(
         "--threshold",
         type=float,

@@ -6,13 +6,13 @@ import argparse
 
 from .parsing import dtype, number_of, whole_number
 
-HELP = "memory and bytes on the wire of a token dispatcher"
+HELP = "print the memory and the bytes on the wire of a token dispatcher"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=number_of("ranks"), required=True, metavar="W")
-    parser.add_argument("--experts", type=whole_number, required=True, metavar="E")
-    parser.add_argument("--top-k", type=whole_number, required=True, metavar="K")
+    parser.add_argument("--ranks", type=number_of("ranks"), required=True, metavar="W", help="ranks of the dispatcher")
+    parser.add_argument("--experts", type=whole_number, required=True, metavar="E", help="experts of all ranks")
+    parser.add_argument("--top-k", type=whole_number, required=True, metavar="K", help="experts of a token")
     parser.add_argument("--hidden", type=whole_number, required=True, metavar="H", help="elements of a row")
     parser.add_argument("--tokens", type=whole_number, required=True, metavar="T", help="maximum tokens of a rank")
     parser.add_argument("--dtype", type=dtype, default="bfloat16", help="or bf16 and the like (default: %(default)s)")

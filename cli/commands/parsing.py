@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 from ...errors import ArgumentError, UnsupportedError, shown
-from ...planner import ITEMSIZE, NVLINK_INFINIBAND, NVLINK_NODE, Topology
+from ...planner import ITEMSIZE, TOPOLOGIES, Topology
+from ...runtime.environment import BYTES, bytes_of
+from ...runtime.text_files import read_text
 
 Run = Callable[[argparse.Namespace], int]
-TOPOLOGIES = {"nvlink": NVLINK_NODE, "nvlink-infiniband": NVLINK_INFINIBAND}
-
-
 _SHORT_DTYPES = {
     **{"bf16": "bfloat16", "half": "float16", "float": "float32", "double": "float64", "cfloat": "complex64"},
     **{"chalf": "complex32"},
@@ -33,6 +33,11 @@ def dtype(text: str) -> str:
     return _SHORT_DTYPES.get(name.lower(), name)
 
 
+def layout_text(text: str) -> str:
+    """Argument type: the text form of a layout. Words may begin with a small letter, as in "s0 r"."""
+    return re.sub(r"(?<!\S)[rsp]", lambda letter: letter[0].upper(), text)
+
+
 def whole_number(text: str) -> int:
     """Argument type: a whole number of at most 64 bits."""
     digits = text.lstrip("+-")
@@ -40,6 +45,14 @@ def whole_number(text: str) -> int:
     if not (digits.isdecimal() and len(digits) <= 19 and len(text) - len(digits) <= 1):
         raise argparse.ArgumentTypeError(f"{shown(text)}: not a whole number below 2**63")
     return int(text)
+
+
+def number_of_bytes(text: str) -> int:
+    """Argument type: a number of bytes, with or without a unit."""
+    nbytes = bytes_of(text)
+    if nbytes is None:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: not {BYTES}")
+    return nbytes
 
 
 def number_of(what: str) -> Callable[[str], int]:
@@ -75,7 +88,7 @@ def topology(name: str | None) -> Topology | None:
     if name in TOPOLOGIES:
         return TOPOLOGIES[name]
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        text = read_text(Path(name))
     except (OSError, ValueError) as error:  # ValueError: a null in the name, or a binary file
         allowed = ", ".join(TOPOLOGIES)
         raise ArgumentError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 
 from ...errors import shown
-from ...planner import Mesh
+from ...planner import TOPOLOGIES, Mesh
 from ...runtime.transports.choose_transport import NAMES
-from .parsing import TOPOLOGIES, dtype, file_of, topology, whole_number
+from .parsing import dtype, file_of, layout_text, number_of_bytes, topology, whole_number
 
 HELP = "print the steps, bytes and cost of a redistribution"
 
@@ -19,13 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_mesh_text,
         required=True,
         metavar="SIZES[@RANK]",
-        help="the mesh shape, such as 2,2; or 2,2@8 for ranks from 8",
+        help="the mesh shape, such as 2,2 or 2x2; or 2,2@8 for ranks from 8",
     )
     parser.add_argument(
         "--target-mesh", type=_mesh_text, metavar="SIZES[@RANK]", help="the target's mesh (default: that of --mesh)"
     )
     parser.add_argument(
-        "--shape", type=_sizes, required=True, help='the global tensor shape, such as 8,6 ("" is a scalar)'
+        "--shape", type=_sizes, required=True, help='the global tensor shape, such as 8,6 or 8x6 ("" is a scalar)'
     )
     parser.add_argument(
         "--dtype", type=dtype, default="float32", help="such as bfloat16, or bf16 (default: %(default)s)"
@@ -36,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the links between ranks: {', '.join(TOPOLOGIES)}, or a JSON file (default: minimise bytes)",
     )
     parser.add_argument(
-        "--max-bytes", type=whole_number, metavar="N", help="the most bytes that a rank may hold at any time"
+        "--max-bytes",
+        type=number_of_bytes,
+        metavar="BYTES",
+        help="the most bytes that a rank may hold at any time, such as 1048576, 1M or 1MiB",
     )
     parser.add_argument(
         "--transport",
@@ -60,9 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--svg", type=file_of(".svg"), metavar="FILE.svg", help="also draw the program to this file (up to 64 ranks)"
     )
     parser.add_argument(
-        "source", help='layout, such as "S0 S1", "P S0" or "S0 S0 @ 0:1,0", or as torch prints it: "(Shard(dim=0), …)"'
+        "source",
+        type=layout_text,
+        help='layout, such as "S0 S1", "P S0" or "S0 S0 @ 0:1,0", or as torch prints it: "(Shard(dim=0), …)"',
     )
-    parser.add_argument("target", help="layout, in the same form")
+    parser.add_argument("target", type=layout_text, help="layout, in the same form")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,9 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _sizes(text: str) -> tuple[int, ...]:
     try:
-        return tuple(map(whole_number, text.split(","))) if text else ()
+        return tuple(map(whole_number, re.split("[,xX×]", text))) if text else ()
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: not sizes separated by commas, such as 2,2") from None
+        raise argparse.ArgumentTypeError(f"{shown(text)}: not sizes separated by commas or x, such as 2,2") from None
 
 
 def _mesh_text(text: str) -> tuple[tuple[int, ...], int]:

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--install", action="store_true", help="run the script on shardweave")
     parser.add_argument("script", type=Path, help="a Python file, followed by its own arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
 
 
 def run(arguments: argparse.Namespace) -> int:

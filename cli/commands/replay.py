@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ...planner import TOPOLOGIES
 from ...runtime.transports.choose_transport import NAMES
-from .parsing import TOPOLOGIES, need_rich, number_of, topology
+from .parsing import need_rich, number_of, topology
 
 HELP = "run the redistributions of a trace on torch and on shardweave, and time both"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -102,7 +102,8 @@ class QuantizedRows:
         return dequantize_rows(elements, scales, self.how, torch.float32)
 
 
-QUANTIZATIONS = {
+QuantizationName = Literal["fp8_row", "fp8_128", "mxfp8"]
+QUANTIZATIONS: dict[str, Quantization] = {
     "fp8_row": Quantization(None),
     "fp8_128": Quantization(128),
     "mxfp8": Quantization(32, torch.float8_e8m0fnu),

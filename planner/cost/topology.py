@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -240,3 +240,21 @@ bandwidth (90% of an H200's nominal 4.8 TB/s) are assumptions, not measurements.
 NVLINK_INFINIBAND = Topology("NVLink nodes of 8 on InfiniBand", 8, _NVLINK, _INFINIBAND, 4300.0)
 """Nodes of 8 GPUs as in `NVLINK_NODE`, with 400 Gb/s of InfiniBand per GPU. Latencies are assumptions, not
 measurements."""
+
+TopologyName = Literal["nvlink", "nvlink-infiniband"]
+TOPOLOGIES: dict[str, Topology] = {"nvlink": NVLINK_NODE, "nvlink-infiniband": NVLINK_INFINIBAND}
+"""The topologies that have names, in functions and on the command line."""
+
+
+def topology_argument(topology: object) -> Topology | None:
+    """The argument `topology` of a function: a Topology, the name of one, or None.
+
+    Raises:
+        ArgumentError: anything else.
+    """
+    if topology is None or isinstance(topology, Topology):
+        return topology
+    if isinstance(topology, str) and topology in TOPOLOGIES:
+        return TOPOLOGIES[topology]
+    names = " or ".join(map(repr, TOPOLOGIES))
+    raise ArgumentError(f"topology: {shown(topology)}; allowed: a Topology, or None, or a name: {names}")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..convert_specs import with_placements_and_meta
+from ..convert_specs import normalize_placements, with_placements_and_meta
 from ..process_group_cache import ProcessGroupCache
 from .drop_in import redistribute_local_tensor
 
@@ -172,10 +172,16 @@ def _target_spec(source: DTensorSpec, mesh: DeviceMesh, placements: tuple[Placem
 
 
 def _spec_from_template(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta | None) -> DTensorSpec:
-    """A copy of an earlier spec of the same placements: copying takes a third of the time of constructing one."""
-    key = id(mesh), placements
+    """A copy of an earlier spec of the same placements: copying takes a third of the time of constructing one.
+
+    Raises:
+        ArgumentError: placements that do not fit the mesh or the tensor.
+    """
+    key = id(mesh), placements, None if meta is None else len(meta.shape)
     template = _templates.get(key)
     if template is None:
+        if meta is not None:
+            normalize_placements("placements", placements, mesh.ndim, len(meta.shape))
         template = _templates[key] = DTensorSpec(mesh, placements)
     spec = copy(template)
     spec.tensor_meta = meta
@@ -183,7 +189,7 @@ def _spec_from_template(mesh: DeviceMesh, placements: tuple[Placement, ...], met
 
 
 _specs: ProcessGroupCache[Any, DTensorSpec] = ProcessGroupCache(2048)
-_templates: ProcessGroupCache[tuple[int, tuple[Placement, ...]], DTensorSpec] = ProcessGroupCache(2048)
+_templates: ProcessGroupCache[tuple[int, tuple[Placement, ...], int | None], DTensorSpec] = ProcessGroupCache(2048)
 
 
 def _cached_spec(key: Any, make: Callable[[], DTensorSpec]) -> DTensorSpec:

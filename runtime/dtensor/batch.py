@@ -14,23 +14,26 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
 from ...kernels import on_device
-from ...planner import Request, Topology, check_local_shape, plan_batch
+from ...planner import Layout, Request, Topology, TopologyName, check_local_shape, plan_batch
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.batch import BoundBatch
 from ..executor.call import (
     Call,
     binding,
     check_backend,
+    check_data,
     check_ranks,
     found_topology_of,
+    naming,
     refuse,
     refuse_unplanned,
     transport_for,
 )
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from ..transports.choose_transport import TransportName
 from . import observer
 from .autograd import as_dtensor
-from .local import below_dispatch_modes, plain_local
+from .local import below_dispatch_modes, plain_local, ranks_of
 from .redistribute import target_spec
 from .redistribute_options import RedistributeOptions, call_options
 
@@ -39,11 +42,11 @@ _calls: ProcessGroupCache[tuple, Call] = ProcessGroupCache(256)
 
 def redistribute_batch(
     dtensors: Sequence[DTensor],
-    placements: Sequence[Sequence[Placement]],
+    placements: Sequence[Layout | str | Sequence[Placement]],
     *,
     device_mesh: DeviceMesh | None = None,
-    transport: str | None = None,
-    topology: Topology | None = None,
+    transport: TransportName | None = None,
+    topology: Topology | TopologyName | None = None,
 ) -> list[DTensor]:
     """Redistribute several DTensors together, for example in a refit or an optimizer step.
 
@@ -51,7 +54,7 @@ def redistribute_batch(
 
     Args:
         dtensors: of any shapes and dtypes, on any meshes; in the same order on all ranks.
-        placements: the placements of each target.
+        placements: for each target its placements or its layout, as for `redistribute`.
         device_mesh: the mesh of all targets. None: each keeps its mesh. Every rank of any of the meshes must call.
         transport, topology: as for `redistribute`.
 
@@ -81,10 +84,12 @@ def redistribute_batch(
 
 
 def _target_specs(
-    dtensors: Sequence[DTensor], placements: Sequence[Sequence[Placement]], device_mesh: DeviceMesh | None
+    dtensors: Sequence[DTensor],
+    placements: Sequence[Layout | str | Sequence[Placement]],
+    device_mesh: DeviceMesh | None,
 ) -> list[DTensorSpec]:
     for name, argument in (("dtensors", dtensors), ("placements", placements)):
-        if not isinstance(argument, Sequence):
+        if not isinstance(argument, Sequence) or isinstance(argument, str):
             raise ArgumentError(f"{name}: {argument!r}; allowed: a list")
     if len(dtensors) != len(placements):
         raise ArgumentError(f"placements: {len(placements)} given for {len(dtensors)} DTensors; allowed: one each")
@@ -120,7 +125,17 @@ def _bind(
     specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], options: RedistributeOptions
 ) -> Call:
     """Plan and bind a batch. Communicates nothing, apart from what finding a topology does."""
+    ranks = ranks_of(*(spec for pair in specs for spec in pair))
+    with naming(ranks, lambda: "; ".join(f"{source} to {target}" for source, target in specs)):
+        return _bound(specs, locals_, options)
+
+
+def _bound(
+    specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], options: RedistributeOptions
+) -> Call:
     device = locals_[0].device
+    for i, x in enumerate(locals_):
+        check_data(f"dtensors[{i}]", x)
     check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), options.transport)
     rank = dist.get_rank()
     requests: list[Any] = []

@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
 from ...kernels import on_device
-from ..executor.call import Call
+from ..executor.call import Call, why_no_data
 from ..executor.dispatch_modes import REPLACES, REPORTS, active_modes, note_decision, why_not_under
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..statistics import count_delegation, stats
@@ -163,9 +163,8 @@ def why_not_plain(x: torch.Tensor) -> str | None:
         return _COMPILING
     if type(x) not in PLAIN_TENSORS:
         return f"{_OTHER_TENSOR_TYPE}{type(x).__name__}"
-    if x.layout is not torch.strided or x.is_meta or x.is_quantized:
-        return f"local tensor is {x.layout} on {x.device}"
-    return None
+    obstacle = why_no_data(x)
+    return None if obstacle is None else f"local tensor is {obstacle}"
 
 
 def backend_obstacle(device: torch.device) -> str | None:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
-from ..executor.call import check_backend, refuse, transport_for
+from ..executor.call import check_backend, refuse, transport_for, why_no_data
 from ..executor.dispatch_modes import below_modes
 from ..statistics import log_level
 from ..transports.rendezvous.peer_reports import remarks
@@ -134,7 +134,7 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
         module: a module to which, or to parts of which, `fully_shard` has been applied.
 
     Raises:
-        ArgumentError: no part of `module` is sharded by FSDP2.
+        ArgumentError: `module` is no module, or no part of it is sharded by FSDP2.
         UnsupportedError: the process group cannot carry programs on the device of a module's parameters; the text names
             the module. No module is adapted then.
     """
@@ -168,7 +168,7 @@ def restore_fsdp(module: torch.nn.Module) -> None:
         module: the module that was passed to `adapt_fsdp`, a part of it, or a module that contains it.
 
     Raises:
-        ArgumentError: no part of `module` is sharded by FSDP2.
+        ArgumentError: `module` is no module, or no part of it is sharded by FSDP2.
     """
     groups = list(_parameter_groups(module))
     for _, group in groups:
@@ -184,6 +184,8 @@ def _parameter_groups(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
     `FSDPModule.set_custom_all_gather` supports one group only, and does not return the previous collective.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"module: {shown(module)}; allowed: a torch.nn.Module")
     sharded = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
     if not sharded:
         raise ArgumentError(f"module: no part of {type(module).__name__} is an FSDPModule; call fully_shard first")
@@ -219,8 +221,8 @@ def _check(
     for name, x in (shard, whole):
         if type(x) not in (*PLAIN_TENSORS, AsyncCollectiveTensor):
             raise ArgumentError(f"{name}: a {type(x).__name__}; allowed: a torch.Tensor")
-        if x.layout is not torch.strided or x.is_meta or x.is_quantized:
-            raise ArgumentError(f"{name}: {x.layout} on {x.device}, of {x.dtype}; allowed: a strided tensor with data")
+        if (obstacle := why_no_data(x)) is not None:
+            raise ArgumentError(f"{name}: {obstacle}; allowed: a strided tensor with data")
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ArgumentError(f"group: {group!r}; allowed: a process group that this rank is in")
     (_, own), (_, all_), size = shard, whole, group.size()

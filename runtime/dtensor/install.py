@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...planner import NVLINK_NODE, Topology
+from ...planner import NVLINK_NODE, Topology, TopologyName
 from ..executor.choose_algorithm import Reduction
 from ..statistics import log_level
 from ..supported_versions import SUPPORTED, installed_version, is_supported, requirement
@@ -73,7 +73,7 @@ def is_installed() -> bool:
 def install(
     *,
     costs: bool = False,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
     reduction: Reduction = "ordered",
     min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,
@@ -88,9 +88,9 @@ def install(
         costs: DTensor's sharding propagation chooses between the strategies of an op by shardweave's costs: torch's
             `redistribute_cost` returns microseconds on `topology`; 0 where nothing is communicated; and torch's own
             number where shardweave has none (counted in `stats().delegations` under "price: ").
-        topology: the links between ranks that programs are planned for and that `costs` are computed on. None: plans
-            are for the topology that ranks on several machines find, and minimise bytes on one machine; costs are those
-            of `NVLINK_NODE`, on which all ranks share one node.
+        topology: the links between ranks that programs are planned for and that `costs` are computed on, or a name as
+            for `plan`. None: plans are for the topology that ranks on several machines find, and minimise bytes on one
+            machine; costs are those of `NVLINK_NODE`, on which all ranks share one node.
         reduction: "ordered": values are reduced in ascending order of ranks, 16-bit floats accumulate in float32, and
             replicas are bitwise equal. "fast": where ranks exchange through torch.distributed, its backend computes
             sums and products in any order; max and min, which may lose NaN there, are reduced as in "ordered".
@@ -117,7 +117,7 @@ def uninstall() -> None:
 def installed(
     *,
     costs: bool = False,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
     reduction: Reduction = "ordered",
     min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,

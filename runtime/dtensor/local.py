@@ -22,7 +22,17 @@ from ...kernels import on_device
 from ...planner import Planner, Program, check_local_shape, check_shape, planner_of, position_of, title
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
-from ..executor.call import Call, binding, check_backend, check_ranks, found_topology_of, refuse, transport_for
+from ..executor.call import (
+    Call,
+    binding,
+    check_backend,
+    check_data,
+    check_ranks,
+    found_topology_of,
+    naming,
+    refuse,
+    transport_for,
+)
 from ..executor.choose_algorithm import explain_on, leaves_sums_to_backend
 from ..executor.dispatch_modes import as_one_operator, below_modes, torchs_collectives
 from ..executor.local_slice import BoundSlice
@@ -130,9 +140,19 @@ def _lookup(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options:
     """The request bound to a transport, from the cache if it was bound before."""
     bound = bound_before(x, current, target, options)
     if bound is None:
-        with binding():
+        with binding(), _naming(current, target):
             bound = _bound[_key(x, current, target, options)] = _bind(x, current, target, options)
     return bound
+
+
+def _naming(current: DTensorSpec, target: DTensorSpec) -> AbstractContextManager[None]:
+    """A context in which errors of waits for peers name this request."""
+    return naming(ranks_of(current, target), lambda: f"{current} to {target}")
+
+
+def ranks_of(*specs: DTensorSpec) -> set[int]:
+    """The ranks of the meshes of some specs."""
+    return {rank for spec in specs for rank in mesh_of(spec.mesh).rank_array.tolist()}
 
 
 def bound_before(
@@ -185,6 +205,7 @@ def _plan(
     x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions
 ) -> _ShapelessPlanner:
     ndim = len(_global_shape(current))
+    check_data("dtensor", x)
     check_backend(x.device, max(current.mesh.size(), target.mesh.size()), options.transport)
     mesh, target_mesh = mesh_of(current.mesh), mesh_of(target.mesh)
     planner = planner_of(
@@ -273,10 +294,11 @@ def explain_redistribution(
 
 
 def _explained(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> str:
-    program = _program(x, current, target, options)
-    if program.is_identity:
-        return program.explain()
-    transport, why = _transport(program, x, options, current.mesh, target.mesh)
+    with binding(), _naming(current, target):
+        program = _program(x, current, target, options)
+        if program.is_identity:
+            return program.explain()
+        transport, why = _transport(program, x, options, current.mesh, target.mesh)
     text = f"{explain_on(program, transport, options.reduction)}\n  on transport {transport.name}: {why}"
     return f"{text}\n  topology given" if options.topology is not None and program.topology is not None else text
 

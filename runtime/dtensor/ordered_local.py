@@ -11,9 +11,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
-from ...planner import Topology, whole_numbers
+from ...planner import Topology, TopologyName, whole_numbers
 from ..convert_specs import with_placements
 from ..executor.call import refuse_unplanned
+from ..transports.choose_transport import TransportName
 from .redistribute import cuts_of, redistribute_local, shard_order_argument, sorted_orders
 from .redistribute_options import RedistributeOptions, call_options
 
@@ -25,8 +26,8 @@ def ordered_redistribute_local_tensor(
     source_order: Any = None,
     target_order: Any = None,
     *,
-    transport: str | None = None,
-    topology: Topology | None = None,
+    transport: TransportName | None = None,
+    topology: Topology | TopologyName | None = None,
 ) -> torch.Tensor:
     """Redistribute a local tensor from one spec and shard order to another: for solvers that place parameters in orders
     that DTensor placements do not express.

@@ -14,7 +14,7 @@ from ...kernels import on_device
 from ...planner import Layout, Mesh, plan, title
 from ..convert_specs import dtype_name
 from ..executor.bind import BoundProgram
-from ..executor.call import Call, binding, check_backend, found_topology_of, transport_for
+from ..executor.call import Call, binding, check_backend, found_topology_of, naming, transport_for
 from ..executor.choose_algorithm import leaves_sums_to_backend
 from ..executor.dispatch_modes import as_one_operator
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
@@ -122,7 +122,8 @@ def plain_call(
     key = mesh, tuple(shape), x.shape, x.stride(), x.dtype, x.device, source, target, tuple(groups), options
     call = _calls.get(key)
     if call is None:
-        with binding():
+        text = f"{source} → {target}   {dtype_name(x.dtype)}{list(shape)}"
+        with binding(), naming(mesh.rank_array.tolist(), lambda: text):
             call = _calls[key] = _bind(x, mesh, shape, source, target, options, groups)
     return call
 

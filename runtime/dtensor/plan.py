@@ -11,7 +11,18 @@ from torch.distributed.tensor import Placement
 
 from ... import planner
 from ...errors import ArgumentError, UnsupportedError, with_prefix
-from ...planner import NVLINK_NODE, Batch, Layout, Mesh, Program, Request, Topology, check_shape
+from ...planner import (
+    NVLINK_NODE,
+    Batch,
+    Layout,
+    Mesh,
+    Program,
+    Request,
+    Topology,
+    TopologyName,
+    check_shape,
+    topology_argument,
+)
 from ..convert_specs import as_layout, dtype_name, mesh_of
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.select import has_topologies, known_topology
@@ -26,7 +37,7 @@ def plan(
     *,
     target_mesh: Mesh | DeviceMesh | Sequence[int] | None = None,
     rank: int | None = None,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
     max_bytes: int | None = None,
 ) -> Program:
     """Plan the redistribution of a tensor from layout `source` to layout `target`.
@@ -40,9 +51,10 @@ def plan(
         target_mesh: the mesh of `target`, if it is another. It may have the same ranks, some of them, or none.
             Positions are then counted over the ranks of both meshes, those of `mesh` first (`Program.mesh`).
         rank: a row-major position in the mesh whose program is returned. None: the program of all ranks.
-        topology: the links between ranks; the program with the least time on it is chosen. None: for a `DeviceMesh` the
-            topology that its ranks have found, once all of them have exchanged data together; otherwise all links are
-            alike, and the program minimises bytes.
+        topology: the links between ranks; the program with the least time on it is chosen. "nvlink" is `NVLINK_NODE`,
+            "nvlink-infiniband" is `NVLINK_INFINIBAND`. None: for a `DeviceMesh` the topology that its ranks have found,
+            once all of them have exchanged data together; otherwise all links are alike, and the program minimises
+            bytes.
         max_bytes: the most bytes that a rank may hold at any time, for input, output and intermediates together.
 
     Returns:
@@ -53,7 +65,9 @@ def plan(
             value and what is allowed.
         UnsupportedError: a reduction that is undefined for the dtype, or a target that is refused.
     """
-    topology = topology or _known_topology(mesh, target_mesh)
+    topology = topology_argument(topology)
+    if topology is None:
+        topology = _known_topology(mesh, target_mesh)
     *request, destination_mesh = _request(mesh, shape, dtype, source, target, target_mesh).fields()
     return planner.plan(*request, target_mesh=destination_mesh, rank=rank, topology=topology, max_bytes=max_bytes)
 
@@ -62,7 +76,7 @@ def plan_batch(
     requests: Sequence[Request | tuple],
     *,
     rank: int | None = None,
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
     max_bytes: int | None = None,
 ) -> Batch:
     """Plan the redistribution of several tensors that are carried out together, as by `redistribute_batch`.
@@ -108,7 +122,7 @@ def redistribute_cost(
     dtype: torch.dtype | str,
     source: Layout | str | Sequence[Placement],
     target: Layout | str | Sequence[Placement],
-    topology: Topology | None = None,
+    topology: Topology | TopologyName | None = None,
 ) -> float:
     """The cost of a redistribution, in microseconds on the rank that takes longest, without making a program.
 
@@ -116,8 +130,9 @@ def redistribute_cost(
 
     Args:
         mesh, shape, dtype, source, target: as for `plan`.
-        topology: the links between ranks, from which the costs of bytes, messages and steps follow. None: for a
-            `DeviceMesh` the topology that its ranks have found, as for `plan`; otherwise `NVLINK_NODE`.
+        topology: the links between ranks, from which the costs of bytes, messages and steps follow, or a name as for
+            `plan`. None: for a `DeviceMesh` the topology that its ranks have found, as for `plan`; otherwise
+            `NVLINK_NODE`.
 
     Returns:
         The microseconds of the cheapest program; 0 where nothing has to be done. A program without communication costs
@@ -127,6 +142,7 @@ def redistribute_cost(
         ArgumentError: an argument is invalid; the text names it, its value and what is allowed.
         UnsupportedError: as for `plan`.
     """
+    topology = topology_argument(topology)
     if topology is None:
         topology = _known_topology(mesh) or NVLINK_NODE
     key: tuple[Any, ...] | None = (mesh, shape, dtype, source, target, topology)
@@ -138,8 +154,6 @@ def redistribute_cost(
         key = _hashable(mesh, shape, dtype, source, target, topology)
         if key in _costs:
             return _costs[key]
-    if not isinstance(topology, Topology):
-        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology")
     forget_dead_groups()
     request = _request(mesh, shape, dtype, source, target)
     cost = planner.redistribute_cost(

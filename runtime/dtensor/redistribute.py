@@ -1,4 +1,5 @@
-"""`redistribute`, `explain` and `bind`: redistribution of DTensors with a shard order, other meshes and gradients."""
+"""`redistribute`, `explain` and `prepare_redistribute`: redistribution of DTensors with a shard order, other meshes
+and gradients."""
 
 from __future__ import annotations
 
@@ -12,12 +13,20 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from ...errors import ArgumentError, UnsupportedError
-from ...planner import Orders, Topology, held_sizes, whole_numbers
-from ..convert_specs import check_dtype_argument, layout_of_spec, normalize_placements
+from ...planner import Layout, Mesh, Orders, Topology, TopologyName, held_sizes, resolve_layout, whole_numbers
+from ..convert_specs import (
+    check_dtype_argument,
+    layout_of_spec,
+    mesh_of,
+    placements_or_layout,
+    spec_of_layout,
+    torch_placements,
+)
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..statistics import stats
+from ..transports.choose_transport import TransportName
 from . import observer
 from .autograd import RedistributeArgs, redistribute_forward, redistribute_with_gradient, same_layout, with_dtype
 from .constant_when_traced import constant_when_traced
@@ -36,7 +45,7 @@ from .redistribute_options import RedistributeOptions, call_options
 
 def redistribute(
     dtensor: DTensor,
-    placements: Sequence[Placement] | None = None,
+    placements: Layout | str | Sequence[Placement] | None = None,
     *,
     device_mesh: DeviceMesh | None = None,
     shard_order: Mapping[int, Sequence[int]] | None = None,
@@ -44,16 +53,18 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     out: DTensor | None = None,
-    transport: str | None = None,
-    topology: Topology | None = None,
+    transport: TransportName | None = None,
+    topology: Topology | TopologyName | None = None,
     reduction: Reduction | None = None,
 ) -> DTensor:
     """Redistribute a DTensor to other placements, on the same mesh or on another.
 
     Args:
         dtensor: replicated, sharded, strided-sharded and partial placements in any shard order are supported.
-        placements: one per mesh dim of the target's mesh. None: those of `dtensor`, to change the order or the mesh
-            only. Targets may be partial (sum, avg, max, min), which torch refuses.
+        placements: one per mesh dim of the target's mesh; or the target's layout, as a `Layout` or in its text form
+            such as "S1 S0" or "S0 S0 @ 0:1,0" (`Layout.parse`), which has the shard order as well. None: those of
+            `dtensor`, to change the order or the mesh only. Targets may be partial (sum, avg, max, min), which torch
+            refuses.
         device_mesh: the target's mesh, if it is another. It may have the same ranks, some of them, or none. Every rank
             of either mesh must call. A rank outside the target's mesh gets a DTensor with an empty local tensor; a rank
             outside both meshes keeps its own local tensor.
@@ -73,9 +84,9 @@ def redistribute(
         transport: "shared_memory"; "process_group"; "hierarchical" (shared memory inside each machine, process groups
             between them); "symmetric_memory" (ranks of one node meet on the device; those of several also send). None:
             chosen by what the ranks share. The environment variable `SHARDWEAVE_TRANSPORT` has the same effect.
-        topology: the links between ranks that the program is planned for; the same on all ranks. None: the topology of
-            `install`, otherwise the one that ranks on several machines find (`explain` shows it); on one machine plans
-            minimise bytes.
+        topology: the links between ranks that the program is planned for, or a name as for `plan`; the same on all
+            ranks. None: the topology of `install`, otherwise the one that ranks on several machines find (`explain`
+            shows it); on one machine plans minimise bytes.
         reduction: "ordered" or "fast", as for `install`. None: the value of `install`.
 
     Under torch.compile, torch's own redistribution is traced instead, which supports placements and dtypes only;
@@ -100,6 +111,8 @@ def redistribute(
         _count_traced([name for name, given in options.items() if given is not None])
         if placements is None or any(argument is not None for argument in (device_mesh, shard_order, out)):
             raise UnsupportedError("redistribute: torch.compile is tracing; allowed there: placements and dtypes alone")
+        if isinstance(placements, str):
+            placements = _traced_placements(placements, tuple(dtensor.device_mesh.shape), dtensor.ndim)
         dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
         return dtensor.redistribute(placements=placements, async_op=async_op, **dtypes)  # type: ignore[arg-type]
     try:
@@ -139,6 +152,22 @@ def _count_traced(ignored: list[str]) -> None:
         stats().delegations["torch.compile is tracing"] += 1
 
 
+@constant_when_traced
+def _traced_placements(text: str, mesh_shape: tuple[int, ...], ndim: int) -> tuple[Placement, ...]:
+    """The placements of a layout's text form, while torch.compile traces.
+
+    Raises:
+        UnsupportedError: the layout has a shard order, which placements do not express.
+    """
+    layout = resolve_layout("placements", text, Mesh(mesh_shape))
+    layout.check(mesh_shape, ndim, "placements")
+    if any(list(order) != sorted(order) for _, order in layout.orders):
+        raise UnsupportedError(
+            f"placements: {layout} has a shard order, and torch.compile is tracing; allowed there: the default order"
+        )
+    return torch_placements(layout)
+
+
 def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differentiable: bool) -> None:
     if not isinstance(out, DTensor):
         raise ArgumentError(f"out: {type(out).__name__}; allowed: a DTensor, or None")
@@ -166,12 +195,12 @@ def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differenti
 
 def explain(
     dtensor: DTensor,
-    placements: Sequence[Placement] | None = None,
+    placements: Layout | str | Sequence[Placement] | None = None,
     *,
     device_mesh: DeviceMesh | None = None,
     shard_order: Mapping[int, Sequence[int]] | None = None,
-    transport: str | None = None,
-    topology: Topology | None = None,
+    transport: TransportName | None = None,
+    topology: Topology | TopologyName | None = None,
     reduction: Reduction | None = None,
 ) -> str:
     """Describe what `redistribute` does with the same arguments on this rank, without moving data: the steps of the
@@ -195,19 +224,19 @@ def explain(
     return explain_redistribution(plain_local(dtensor._local_tensor, dtensor._spec), dtensor._spec, target, options)
 
 
-def bind(
+def prepare_redistribute(
     dtensor: DTensor,
-    placements: Sequence[Placement] | None = None,
+    placements: Layout | str | Sequence[Placement] | None = None,
     *,
     device_mesh: DeviceMesh | None = None,
     shard_order: Mapping[int, Sequence[int]] | None = None,
     forward_dtype: torch.dtype | None = None,
-    transport: str | None = None,
-    topology: Topology | None = None,
+    transport: TransportName | None = None,
+    topology: Topology | TopologyName | None = None,
     reduction: Reduction | None = None,
 ) -> None:
     """Plan what `redistribute` does with the same arguments, compile its kernels and upload their tables, without
-    moving data. After `prepare` and `bind`, the first call may be captured in a CUDA graph.
+    moving data. After `prepare` and `prepare_redistribute`, the first call may be captured in a CUDA graph.
 
     Applies to DTensors of the same layout, shape, dtype, strides and alignment. Without `prepare`, it is collective for
     ranks of several machines, which find their topology the first time, and where ranks meet on the device and no
@@ -251,7 +280,7 @@ def redistribute_local(
 
 def target_spec(
     dtensor: DTensor,
-    placements: Sequence[Placement] | None,
+    placements: Layout | str | Sequence[Placement] | None,
     device_mesh: DeviceMesh | None,
     shard_order: Mapping[int, Sequence[int]] | None,
 ) -> DTensorSpec:
@@ -263,9 +292,7 @@ def target_spec(
     """
     if placements is None:
         placements = dtensor._spec.placements
-    if type(placements) is not tuple:
-        if not isinstance(placements, Sequence):
-            raise ArgumentError(f"placements: {placements!r}; allowed: a sequence of Replicate, Shard, Partial")
+    if type(placements) is not tuple and isinstance(placements, Sequence) and not isinstance(placements, str):
         placements = tuple(placements)
     orders = None if shard_order is None else sorted_orders(shard_order)
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
@@ -275,14 +302,25 @@ def target_spec(
     key = (dtensor._spec, id(mesh), placements, orders)
     try:
         target = _targets.get(key)
-    except TypeError:  # an element that cannot be hashed is no placement: `normalize_placements` names it
+    except TypeError:  # an element that cannot be hashed is no placement: `placements_or_layout` names it
         target = None
     if target is None:
         forget_dead_groups()  # before the spec is made: the cache of bound requests finds it by identity
-        normalized = normalize_placements("placements", placements, mesh.ndim, dtensor.ndim)
-        order = shard_order_argument(normalized, orders, dtensor.ndim)
-        target = _targets[key] = DTensorSpec(mesh, normalized, dtensor._spec.tensor_meta, **order)
+        target = _targets[key] = _new_target_spec(dtensor._spec, mesh, placements, orders)
     return target
+
+
+def _new_target_spec(
+    source: DTensorSpec, mesh: DeviceMesh, placements: Layout | str | Sequence[Placement], orders: Orders | None
+) -> DTensorSpec:
+    assert source.tensor_meta is not None
+    ndim = len(source.tensor_meta.shape)
+    given = placements_or_layout("placements", placements, mesh_of(mesh), ndim)
+    if not isinstance(given, Layout):
+        return DTensorSpec(mesh, given, source.tensor_meta, **shard_order_argument(given, orders, ndim))
+    if orders is not None:
+        raise ArgumentError(f"shard_order: given together with the layout {given}, which has one; allowed: one of them")
+    return spec_of_layout(given, mesh, source.tensor_meta)
 
 
 _targets: ProcessGroupCache[tuple, DTensorSpec] = ProcessGroupCache(2048)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError
-from ...planner import Topology
+from ...planner import Topology, topology_argument
 from ..executor.choose_algorithm import Reduction, check_reduction
-from ..transports.choose_transport import check_name
+from ..transports.choose_transport import TransportName, check_name
 
 
 class RedistributeOptions(NamedTuple):
@@ -26,7 +26,7 @@ class RedistributeOptions(NamedTuple):
         spmd_types: under `install`, the collectives of spmd_types are carried out by shardweave.
     """
 
-    transport: str | None = None
+    transport: TransportName | None = None
     topology: Topology | None = None
     reduction: Reduction = "ordered"
     min_bytes: int = 0
@@ -53,8 +53,7 @@ def call_options(transport: Any = None, topology: Any = None, reduction: Any = N
     if transport is None and topology is None and reduction is None:
         return default
     check_name(transport)
-    if topology is not None and not isinstance(topology, Topology):
-        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
+    topology = topology_argument(topology)
     reduction = default.reduction if reduction is None else check_reduction(reduction)
     return RedistributeOptions(transport, topology or default.topology, reduction)
 
@@ -67,8 +66,7 @@ def install_options(
     Raises:
         ArgumentError: an argument of the wrong type, or a value that is not allowed.
     """
-    if topology is not None and not isinstance(topology, Topology):
-        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
+    topology = topology_argument(topology)
     check_reduction(reduction)
     if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
         raise ArgumentError(f"min_bytes: {min_bytes!r}; allowed: a number of bytes, 0 or more")

@@ -13,11 +13,23 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, UnsupportedError, shown
-from ...planner import Layout, Mesh, Partial, Placement, Replicate, Shard, Topology, check_shape, held_sizes
+from ...planner import (
+    Layout,
+    Mesh,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Topology,
+    TopologyName,
+    check_shape,
+    held_sizes,
+)
 from ..convert_specs import check_dtype_argument
-from ..executor.call import refuse_unplanned
+from ..executor.call import refuse_unplanned, why_no_data
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from ..transports.choose_transport import TransportName
 from .local import PLAIN_TENSORS
 from .plain_calls import redistribute_plain
 from .redistribute_options import RedistributeOptions, call_options
@@ -90,8 +102,8 @@ def redistribute_spmd(
     shape: Sequence[int] | None = None,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    transport: str | None = None,
-    topology: Topology | None = None,
+    transport: TransportName | None = None,
+    topology: Topology | TopologyName | None = None,
     reduction: Reduction | None = None,
 ) -> torch.Tensor:
     """Redistribute a plain tensor from one distribution to another, both given by the types of spmd_types: what
@@ -182,8 +194,8 @@ def _check(x: Any, mesh: Any, forward_dtype: Any, backward_dtype: Any) -> None:
         if isinstance(x, torch.Tensor):
             raise UnsupportedError(f"x: a {type(x).__name__}; allowed: a torch.Tensor")
         raise ArgumentError(f"x: {shown(x)}; allowed: a torch.Tensor")
-    if x.layout is not torch.strided or x.is_meta or x.is_quantized:
-        raise UnsupportedError(f"x: {x.layout} on {x.device}, of {x.dtype}; allowed: a strided tensor with data")
+    if (obstacle := why_no_data(x)) is not None:
+        raise UnsupportedError(f"x: {obstacle}; allowed: a strided tensor with data")
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
         raise ArgumentError(f"mesh: {shown(mesh)}; allowed: a DeviceMesh with names")
     if mesh.get_coordinate() is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -180,6 +180,38 @@ def binding() -> CallLock:
         MeetingTimeoutError: another thread was in calls for longer than the timeout.
     """
     return current_transports().rendezvous.lock
+
+
+@contextmanager
+def naming(ranks: Iterable[int], request: Callable[[], str]) -> Iterator[None]:
+    """A context, inside that of `binding`, in which errors of waits for peers name the request of these ranks that is
+    being bound. `request` returns its text."""
+    calls = current_transports().rendezvous.calls
+    before = calls.current
+    calls.current = calls.next_call(tuple(sorted(ranks)), request)
+    try:
+        yield
+    finally:
+        calls.current = before
+
+
+def why_no_data(x: torch.Tensor) -> str | None:
+    """Why programs cannot move the memory of a tensor, as in "it is …"; None if they can."""
+    if x.is_meta:
+        return "on the meta device, which has no data"
+    if x.layout is not torch.strided:
+        return f"{x.layout} on {x.device}"
+    return f"quantized, of {x.dtype}" if x.is_quantized else None
+
+
+def check_data(name: str, x: torch.Tensor) -> None:
+    """Check that programs can move the memory of the local tensor of the DTensor `name`.
+
+    Raises:
+        UnsupportedError: they cannot.
+    """
+    if (obstacle := why_no_data(x)) is not None:
+        raise UnsupportedError(f"{name}: its local tensor is {obstacle}; allowed: a strided tensor with data")
 
 
 def check_backend(device: torch.device, mesh_size: int, requested: str | None = None) -> None:

@@ -14,20 +14,23 @@ from ...kernels import HALVES
 from ...planner import Mesh
 from ..convert_specs import mesh_of
 from ..process_group_cache import clear_caches
+from ..transports.choose_transport import TransportName
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport
 from ..transports.streams import order_on, refuse_capture
 from ..transports.symmetric_memory.rates import measure_rates
 from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
-from .call import binding, check_backend, check_ranks, found_topology_of, transport_for
+from .call import binding, check_backend, check_ranks, found_topology_of, naming, transport_for
 
 _logger = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 62
 _MOST_OUTPUTS = 1024
 
 
-def prepare(mesh: DeviceMesh, max_bytes: int, *, pooled_outputs: int = 0, transport: str | None = None) -> None:
+def prepare(
+    mesh: DeviceMesh, max_bytes: int, *, pooled_outputs: int = 0, transport: TransportName | None = None
+) -> None:
     """Allocate and connect ahead what redistributions on `mesh` need. Collective: every rank of the mesh calls it.
 
     Where ranks synchronise on the device, this allocates a symmetric window for every group of ranks along mesh dims
@@ -36,8 +39,8 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, pooled_outputs: int = 0, transp
     receive, it exchanges a message with every rank and in every group, because backends connect ranks on first use.
     Shared memory needs no preparation. Ranks of several machines find their topology.
 
-    With `bind` afterwards, the first call of a request allocates nothing but tensors, and may be captured in a CUDA
-    graph.
+    With `prepare_redistribute` afterwards, the first call of a request allocates nothing but tensors, and may be
+    captured in a CUDA graph.
 
     Args:
         mesh: the mesh of the DTensors to redistribute.
@@ -87,12 +90,14 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, pooled_outputs: int = 0, transp
 def _prepare_ranks(
     ranks: tuple[int, ...],
     device: torch.device,
-    transport: str | None,
+    transport: TransportName | None,
     mesh: DeviceMesh,
     max_bytes: int,
     pooled_outputs: int,
 ) -> None:
-    chosen, _ = transport_for(ranks, device, transport, mesh)
+    title = f"prepare(max_bytes={max_bytes}, pooled_outputs={pooled_outputs})"
+    with naming(ranks, lambda: title):
+        chosen, _ = transport_for(ranks, device, transport, mesh)
     while chosen.pending is not None:
         chosen.pending.finish()
     if chosen.error is not None:
@@ -101,7 +106,6 @@ def _prepare_ranks(
     if order is not None:
         order.join()
     with torch.inference_mode(False):
-        title = f"prepare(max_bytes={max_bytes}, pooled_outputs={pooled_outputs})"
         with chosen.rendezvous.making_ready(ranks, lambda: title):
             try:
                 found_topology_of(ranks, device)  # so that binding does not wait for it

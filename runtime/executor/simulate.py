@@ -16,6 +16,7 @@ from ..transports.in_process import InProcessTransport, run_all
 from ..transports.streams import captured
 from .batch import BoundBatch
 from .bind import BoundProgram
+from .call import why_no_data
 from .choose_algorithm import Reduction, check_reduction
 
 
@@ -137,9 +138,9 @@ def _check_locals(program: Program, locals_: Sequence[torch.Tensor], name: str) 
         )
     for position, x in enumerate(locals_):
         here = f"{name}[{position}]"
-        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
-            what = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else shown(x)
-            raise ArgumentError(f"{here}: {what}; allowed: a strided tensor with memory")
+        obstacle = why_no_data(x) if isinstance(x, torch.Tensor) else shown(x)
+        if obstacle is not None:
+            raise ArgumentError(f"{here}: {obstacle}; allowed: a strided tensor with memory")
         check_local_shape(program, position, x.shape, here)
         if name_of(x.dtype) != program.dtype:
             raise ArgumentError(f"{here}: dtype {name_of(x.dtype)}; the program allows {program.dtype}")

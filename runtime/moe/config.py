@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property, wraps
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -22,23 +22,24 @@ from ...kernels import (
     MOST_PHYSICAL_EXPERTS,
     PAYLOADS,
     QUANTIZATIONS,
+    QuantizationName,
     QuantizedRows,
     block_rows,
     block_width,
     column_words,
     uploaded,
 )
-from ...planner import SPLITS
+from ...planner import SPLITS, Splits
 from ..environment import requested_poison
 from .node_ranks import NodeRanks, numbered
 from .packed_rows import PackedRows, packed_rows
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-LAYOUTS = ("grouped", "batched")
-OVERFLOWS = ("raise", "drop")
-SAVES = ("buffer", "redispatch", "copy")
-SCALE_LAYOUTS = (None, "blocked")
+OverflowPolicy = Literal["raise", "drop"]
+RowsLayout = Literal["grouped", "batched"]
+SavedRows = Literal["buffer", "redispatch", "copy"]
+ScaleLayout = Literal["blocked"]
 OF_ROWS = "payloads", "quantize", "scale_layout"
 """Settings that change what `routed.x` is: not for callers that pass it to experts as it is."""
 MOST_POOLED_BUFFERS = 1 << 10
@@ -76,21 +77,21 @@ class DispatchConfig:
     capacity: int | float | None = field(default=None, compare=False)
     expert_capacity: int | None = None
     align: int = 1
-    overflow: str = "raise"
-    layout: str = "grouped"
+    overflow: OverflowPolicy = "raise"
+    layout: RowsLayout = "grouped"
     expert_map: Sequence[Sequence[int]] | None = field(default=None, compare=False)
-    save: str = "buffer"
+    save: SavedRows = "buffer"
     pooled_buffers: int = 1
     chunk_capacity: int | float | None = None
-    splits: str | None = field(default=None, compare=False)
+    splits: Splits | None = field(default=None, compare=False)
     zero_rows: bool | None = None
     num_sms: int | None = field(default=None, compare=False)
     two_level: bool | None = None
     dedupe: bool | None = None
     payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None = None
-    quantize: str | None = None
-    quantize_output: str | None = None
-    scale_layout: str | None = None
+    quantize: QuantizationName | None = None
+    quantize_output: QuantizationName | None = None
+    scale_layout: ScaleLayout | None = None
 
     packed: PackedRows | None = field(init=False, compare=False)
     """Where payloads lie in a row of dispatch; None: rows are those of x."""
@@ -127,11 +128,11 @@ class DispatchConfig:
             if name not in ("expert_capacity", "num_sms") or value is not None:
                 self._set(**{name: whole_number(name, value, least, most)})
         for name, allowed in (
-            ("overflow", OVERFLOWS),
-            ("layout", LAYOUTS),
-            ("save", SAVES),
+            ("overflow", get_args(OverflowPolicy)),
+            ("layout", get_args(RowsLayout)),
+            ("save", get_args(SavedRows)),
             ("splits", (None, *SPLITS)),
-            ("scale_layout", SCALE_LAYOUTS),
+            ("scale_layout", (None, *get_args(ScaleLayout))),
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(f"{name}: {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
@@ -476,21 +477,21 @@ if TYPE_CHECKING:
         capacity: int | float | None
         expert_capacity: int | None
         align: int
-        overflow: str
-        layout: str
+        overflow: OverflowPolicy
+        layout: RowsLayout
         expert_map: Sequence[Sequence[int]] | None
-        save: str
+        save: SavedRows
         pooled_buffers: int
         chunk_capacity: int | float | None
-        splits: str | None
+        splits: Splits | None
         zero_rows: bool | None
         num_sms: int | None
         two_level: bool | None
         dedupe: bool | None
         payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None
-        quantize: str | None
-        quantize_output: str | None
-        scale_layout: str | None
+        quantize: QuantizationName | None
+        quantize_output: QuantizationName | None
+        scale_layout: ScaleLayout | None
 
 
 def takes_settings(*without: str) -> Callable[[Function], Function]:

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from .. import flight_recorder
-from ..executor.call import binding, refuse, refuse_among, refuse_unplanned
+from ..executor.call import binding, naming, refuse, refuse_among, refuse_unplanned
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end, start_in_background
 from ..statistics import stats
+from ..transports.choose_transport import TransportName, check_name
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.in_process import InProcessTransport, run_all
 from ..transports.process_group import ProcessGroupTransport
@@ -155,7 +156,7 @@ class TokenDispatcher(TokenEngine):
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         device: torch.device | str = "cpu",
-        transport: str | None = None,
+        transport: TransportName | None = None,
         **settings: Unpack[DispatchSettings],
     ) -> None:
         if not dist.is_initialized():
@@ -228,18 +229,21 @@ class TokenDispatcher(TokenEngine):
                 self._order.join()  # calls on other streams read the uploaded tables
 
     def _choose(
-        self, ranks: tuple[int, ...], device: torch.device, transport: str | None, settings: DispatchSettings
+        self, ranks: tuple[int, ...], device: torch.device, transport: TransportName | None, settings: DispatchSettings
     ) -> tuple[DispatchConfig, str, int, str]:
         """Choose the transport; return the config, the name of the transport, the number of this dispatcher among those
         of these ranks, and the reasons for what was chosen."""
         config = DispatchConfig(len(ranks), **settings)
+        check_name(transport)
         self._transport: AnyTransport | InProcessTransport = InProcessTransport()
         if len(ranks) == 1:
             return replace(config, dedupe=False), "alone", 0, ""
         obstacle, why = why_not_backend(device, transport), ""
         if obstacle is not None:
             raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
-        with on_device(device), binding():  # whose pinned memory and streams a new transport has
+        sizes = f"{config.num_experts} experts, top {config.top_k}, hidden {config.hidden}"
+        # A new transport has pinned memory and streams of the device.
+        with on_device(device), binding(), naming(ranks, lambda: f"making a token dispatcher of {sizes}"):
             chosen, _ = current_transports().choose(ranks, device, transport)
             number = current_transports().number_dispatcher(ranks)
             self._transport, name = chosen, chosen.name

@@ -63,9 +63,10 @@ class Overflow:
             if event is not None:
                 event.synchronize()
             dropped, bad = overflow.tolist()
-            if dropped or bad:
+            happened = [f"{dropped} rows exceeded the capacity ({self._limits})"] if dropped else []
+            if bad:
+                happened.append(f"{bad} ids were outside -1 to {self._config.num_experts - 1}")
+            if happened:
                 raise CapacityError(
-                    f"{self._call} {call}: {dropped} rows exceeded the capacity ({self._limits}) and {bad} ids were "
-                    f"outside -1 to {self._config.num_experts - 1}, all ranks together; "
-                    'overflow="drop" drops them'
+                    f'{self._call} {call}: {" and ".join(happened)}, all ranks together; overflow="drop" drops them'
                 )

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...errors import ArgumentError, UnsupportedError
 from ..convert_specs import unordered_dims
+from ..transports.choose_transport import TransportName
 from .config import OF_ROWS, takes_settings
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards
@@ -63,7 +64,7 @@ class ExpertParallel(ParallelStyle):
     def __init__(
         self,
         *,
-        transport: str | None = None,
+        transport: TransportName | None = None,
         replicated_over: DeviceMesh | None = None,
         **settings: Unpack[DispatchSettings],
     ) -> None:

@@ -21,8 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, shown
 from ...kernels import PAYLOADS
+from ...planner import Splits
 from ..convert_specs import name_of
-from .config import DispatchConfig
+from ..transports.choose_transport import TransportName
+from .config import DispatchConfig, OverflowPolicy, SavedRows
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards
 from .routed import RoutedTokens
@@ -97,15 +99,15 @@ class TorchtitanDispatcher(_Base):
         device: torch.device | str | None = None
         capacity: int | float | None = None
         expert_capacity: int | None = None
-        overflow: str = "raise"
+        overflow: OverflowPolicy = "raise"
         pad_multiple: int = 1
-        save: str = "buffer"
+        save: SavedRows = "buffer"
         pooled_buffers: int = 1
         chunk_capacity: int | float | None = None
-        splits: str | None = None
+        splits: Splits | None = None
         zero_rows: bool | None = None
         num_sms: int | None = None
-        transport: str | None = None
+        transport: TransportName | None = None
 
         def __post_init__(self) -> None:
             if isinstance(self.dtype, torch.dtype):

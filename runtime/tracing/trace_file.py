@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import ArgumentError, ShardweaveError
 from ...planner import MOST_RANKS, Layout, Mesh, check_dtype, check_layout, check_shape, mesh_to_dict
+from ..text_files import read_text
 
 VERSION = 2
 MOST_ENTRIES = 4096
@@ -238,7 +239,7 @@ class Trace:
             ArgumentError: as `from_json`, or the file cannot be read.
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ArgumentError(f"{str(path)!r} cannot be read: {why}; allowed: a trace written by `record`") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Literal, get_args
 
 import torch
 
@@ -10,7 +11,8 @@ from ...errors import ArgumentError, UnsupportedError
 from .shared_memory.transport import why_unsupported
 from .symmetric_memory.memory import why_no_symmetric_memory
 
-NAMES = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
+TransportName = Literal["shared_memory", "process_group", "hierarchical", "symmetric_memory"]
+NAMES: tuple[TransportName, ...] = get_args(TransportName)
 
 
 def check_name(requested: object) -> None:

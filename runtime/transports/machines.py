@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class Machines:
         key = ranks, device.type
         if key not in self._topologies:
             # A rank that refuses its arguments publishes no figures.
-            with self._rendezvous.making_ready(ranks, "finding the topology"):
+            with self._rendezvous.making_ready(ranks, self._for_request(ranks, "finding the topology")):
                 topology = self._topologies[key] = self._new_topology(ranks, device)
             if topology is not None:
                 level = logging.INFO if self._rank == ranks[0] else logging.DEBUG
@@ -71,12 +71,17 @@ class Machines:
             MeetingTimeoutError, PeerError, DisagreementError: a rank did not arrive.
         """
         key, first = _figures_key(device.type, ranks[0]), ranks[0]
-        with self._rendezvous.making_ready(ranks, "finding the figures of this machine"):
+        with self._rendezvous.making_ready(ranks, self._for_request(ranks, "finding the figures of this machine")):
             if self._rank == first and device.type not in self._published_figures:
                 self._rendezvous.write(key, to_text(machine_figures(device)))
                 self._published_figures.add(device.type)
             (text,) = self._rendezvous.read_each({first: key})
         return _parsed_figures(first, text)
+
+    def _for_request(self, ranks: tuple[int, ...], what: str) -> Callable[[], str]:
+        """The text of `what`, with the request of these ranks that is being bound, if it is known."""
+        call = self._rendezvous.calls.current
+        return lambda: f"{what} for {call.text}" if call.ranks == ranks and not call.fingerprint else what
 
     def known_topology(self, ranks: tuple[int, ...], device_type: str) -> Topology | None:
         """The topology that `find_topology` has found for `ranks`, once all of them have made a call together."""

@@ -323,18 +323,18 @@ class ProcessGroupTransport:
 
     def _connection_error(self, peers: tuple[int, ...], error: RuntimeError) -> TransportError:
         """The error after the connection to one of `peers` was lost: from the store, or that of torch.distributed."""
-        errors = self.rendezvous.errors
+        errors, call = self.rendezvous.errors, self.rendezvous.calls.current
         with suppress(dist.DistError):  # the rank that hosts the store is gone
             for peer in peers:
                 if disagreement := errors.refusal(peer) or errors.call_mismatch(peer, True):
                     return disagreement
             for peer in peers:
                 if why := self.rendezvous.reports.failure(peer):
-                    return PeerError(f"rank {peer} is gone; rank {self.rank} was waiting for it: {why}")
+                    return PeerError(f"rank {peer} is gone; rank {self.rank} was waiting for it in {call}: {why}")
         who = " or ".join(f"rank {peer}" for peer in peers)
         # A peer whose wait timed out has lost its connections too, before it writes so.
         why = errors.why_late(peers[0]) if len(peers) == 1 else ""
-        return PeerError(f"{who} is gone; rank {self.rank} was waiting for it: {error}{why}")
+        return PeerError(f"{who} is gone; rank {self.rank} was waiting for it in {call}: {error}{why}")
 
     def fail(self, error: TransportError) -> None:
         """Notify ranks that wait for this one, now or later, that it has failed. The first error is kept."""

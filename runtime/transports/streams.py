@@ -73,8 +73,8 @@ def refuse_capture(device: torch.device, what: str) -> None:
     """
     if capturing(device):
         raise UnsupportedError(
-            f"{what} would be made while a CUDA graph is captured; allowed: what was made before, by prepare, bind or "
-            "a first call"
+            f"{what} would be made while a CUDA graph is captured; allowed: what was made before, by prepare, "
+            "prepare_redistribute or a first call"
         )
 
 

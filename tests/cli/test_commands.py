@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -18,7 +21,7 @@ from shardweave.cli import demo
 from shardweave.cli.commands import parsing
 from shardweave.cli.commands.bench import PROGRAMS
 from shardweave.errors import ArgumentError
-from shardweave.planner import ITEMSIZE
+from shardweave.planner import ITEMSIZE, NVLINK_NODE
 
 pytestmark = pytest.mark.plan
 
@@ -27,7 +30,11 @@ pytestmark = pytest.mark.plan
 def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         command_line.main([name, "--help"])
-    assert end.value.code == 0 and f"usage: shardweave {name}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert end.value.code == 0 and f"usage: shardweave {name}" in printed
+    assert " ".join(command_line._COMMANDS[name].HELP.split())[1:] in " ".join(printed.split())
+    listed = re.findall(r"^  (\S.*)\n(?=(.*))", printed[printed.index("options:") :], re.MULTILINE)
+    assert listed and all("  " in option or after.startswith("    ") for option, after in listed), "without a help text"
     assert " ".join(command_line._COMMANDS[name].HELP.split()) in " ".join(command_line._parser().format_help().split())
 
 
@@ -118,6 +125,85 @@ def test_short_dtype_names() -> None:
     assert set(parsing._SHORT_DTYPES.values()) <= set(ITEMSIZE) and parsing.dtype("fp99") == "fp99"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_plan_on_a_terminal_of_any_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Characters that the encoding lacks are spelled in ASCII, in help and errors too."""
+    request = ["--mesh", "2,2", "--shape", "8,6", "--topology", "nvlink", "S0 P"]
+    printed = []
+    for arguments in ([*request, "R S1"], [*request, "R éééé"], ["--help"]):
+        streams = {name: io.TextIOWrapper(io.BytesIO(), encoding) for name in ("stdout", "stderr")}
+        for name, stream in streams.items():
+            monkeypatch.setattr(sys, name, stream)
+        with suppress(SystemExit):
+            assert command_line.main(["plan", *arguments]) == (2 if "éééé" in arguments[-1] else 0)
+        for stream in streams.values():
+            assert stream.errors == "strict"
+            stream.flush()
+        printed.append("".join(stream.buffer.getvalue().decode(encoding) for stream in streams.values()))  # type: ignore[attr-defined]
+    if encoding == "utf-8":
+        assert printed[0].startswith("S0 P → R S1   float32[8, 6] on 2×2\n") and " µs on " in printed[0]
+    else:
+        times, micro = ("x", "u") if encoding == "ascii" else ("×", "µ")
+        assert printed[0].startswith(f"S0 P -> R S1   float32[8, 6] on 2{times}2\n") and f" {micro}s on " in printed[0]
+        assert "Shard(dim=0), ..." in printed[2]
+    assert ("????" if encoding == "ascii" else "éééé") in printed[1]
+
+
+def test_plan_without_standard_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a shell has closed it (`>&-`), Python has no `sys.stdout`."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert command_line.main(PLAN) == 2
+    error = "error: standard output is closed; allowed: a file or a pipe, or /dev/null\n"
+    assert capsys.readouterr().err == error
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert command_line.main(PLAN) == 2
+
+
+def test_meshes_shapes_layouts_and_bytes_in_other_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for mesh, shape, limit, source, target in (
+        ("2,2", "8,6", "1024", "S0 P", "R S1"),
+        ("2x2", "8x6", "1K", "s0 p", "r s1"),
+        ("2×2", "8X6", "1KiB", "s0 psum", "(Replicate(), Shard(1))"),
+    ):
+        arguments = ["--mesh", mesh, "--shape", shape, "--max-bytes", limit, source, target]
+        assert command_line.main(["plan", *arguments]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert command_line.main(["plan", "--mesh", "2x2", "--shape", "8,6", "--max-bytes", "1", "S0 R", "R R"]) == 2
+    assert "max_bytes: 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["1k", "1KB", "1 K", "1.5M", "-1", "", "K", "9999999999T", "9223372036854775808"])
+def test_bytes_in_unknown_spellings_name_those_allowed(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main([*PLAN, f"--max-bytes={text}"])
+    error = capsys.readouterr().err
+    assert f"--max-bytes: {text!r}: not a whole number below 2**63, of bytes or with a unit: K or KiB (1024" in error
+
+
+def test_files_without_an_end_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A device that never ends, and a named pipe that nobody writes to; a pipe with a topology is read."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for arguments, path, text in (
+        ([*PLAN, "--topology", "/dev/zero"], "/dev/zero", "cannot be read: File too large; allowed: nvlink"),
+        (["replay", "/dev/zero"], "/dev/zero", "cannot be read: File too large; allowed: a trace"),
+        (["compare", "/dev/zero", "/dev/zero"], "/dev/zero", "cannot be read: File too large; allowed: what"),
+        ([*PLAN, "--topology", str(pipe)], pipe, "topology: not valid JSON"),
+        (["replay", str(pipe)], pipe, "not valid JSON"),
+    ):
+        assert command_line.main(arguments) == 2, arguments
+        error = capsys.readouterr().err
+        assert str(path) in error and text in error
+    reader, writer = os.pipe()
+    os.write(writer, NVLINK_NODE.to_json().encode())
+    os.close(writer)
+    assert command_line.main([*PLAN, "--topology", f"/dev/fd/{reader}"]) == 0
+    os.close(reader)
+
+
 def test_plan_accepts_torch_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for source, target, dtype in (("S0 P", "R S1", "bfloat16"), ("(Shard(dim=0), Partial(sum))", "RS(1)", "bf16")):
@@ -158,6 +244,9 @@ NINES = "9" * 5000
         ([*DISPATCH, "--capacity", "9" * 4000], "capacity: about 2**13287; allowed: a whole number"),
         ([*DISPATCH, "--capacity", NINES], "capacity: '999"),
         ([*PLAN, "--mesh", "2,x"], "'2,x': not sizes separated by commas"),
+        ([*PLAN, "--mesh", "2x"], "'2x': not sizes separated by commas or x, such as 2,2"),
+        ([*PLAN[:-1], "s0 q"], "unknown token 'q'; allowed: R, S<dim>, S<dim>/<split>, P<op>"),
+        ([*PLAN[:-1], "rr"], "unknown token 'Rr'; allowed: R, S<dim>"),
         (["demo", "--ranks", "0"], "'0': not a number of ranks, 1 or more"),
         (["replay", "t.json", "--most", "0"], "'0': not a number of redistributions, 1 or more"),
         (["demo", "--ranks", "5000"], "--ranks: 5000; allowed: up to 64 processes"),

@@ -68,15 +68,17 @@ def test_demo_removes_named_segments() -> None:
     environment = {**os.environ, "SHARDWEAVE_SEGMENTS": "named"}
     done = run_python([*SHARDWEAVE, "demo", "--only", "order/swap"], env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not segments_of_the_dead()
+    assert "│" in done.stdout and not segments_of_the_dead()
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_demo_results_are_correct(ranks: int, tmp_path: Path) -> None:
     report = tmp_path / "demo.json"
-    done = _run("demo", "--ranks", str(ranks), "--only", "llama/wq", "--json", str(report))
+    arguments = ["demo", "--ranks", str(ranks), "--only", "llama/wq", "--json", str(report)]
+    done = run_python([*SHARDWEAVE, *arguments], env={**os.environ, "COLUMNS": "80"}, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "│" not in done.stdout and done.stdout.count("\ncase               llama/wq") == 4
     found = json.loads(report.read_text())
     assert found["command"].startswith("python -m shardweave demo --ranks") and found["machine"]["cpu"] in done.stdout
     assert f"`{found['command']}`, {found['date']}.\n" in done.stdout

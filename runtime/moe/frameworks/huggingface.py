@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ....errors import ArgumentError, UnsupportedError
+from ...transports.choose_transport import TransportName
 from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
 from ..expert_placement import experts_of_shards
@@ -25,7 +26,7 @@ def shard_experts(
     mesh: DeviceMesh,
     *,
     top_k: int | None = None,
-    transport: str | None = None,
+    transport: TransportName | None = None,
     **settings: Any,
 ) -> list[TokenDispatcher]:
     """Shard the experts of a transformers model over a 1-D mesh, and dispatch each rank's tokens to them.

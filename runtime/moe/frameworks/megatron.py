@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ....errors import ArgumentError, UnsupportedError, shown
+from ...transports.choose_transport import TransportName
 from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
 from ..routed import RoutedTokens
@@ -77,7 +78,7 @@ class MegatronDispatcher(_Base):
         *,
         max_tokens: int | None = None,
         device: torch.device | str | None = None,
-        transport: str | None = None,
+        transport: TransportName | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -197,7 +198,7 @@ def use_megatron_dispatchers(
     *,
     max_tokens: int | None = None,
     device: torch.device | str | None = None,
-    transport: str | None = None,
+    transport: TransportName | None = None,
     **settings: Any,
 ) -> int:
     """Give every MoELayer of a Megatron-core model a MegatronDispatcher, in the place of the one of its config; return

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ....errors import ArgumentError, UnsupportedError
+from ...transports.choose_transport import TransportName
 from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
 from ..routed import RoutedTokens
@@ -94,7 +95,7 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
         max_num_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
-        transport: str | None = None,
+        transport: TransportName | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()

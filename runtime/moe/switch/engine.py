@@ -19,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ....errors import ArgumentError
 from ....kernels import uploaded
+from ....planner import Splits
+from ...transports.choose_transport import TransportName
 from ...transports.select import current_transports
 from ..autograd import note_written
-from ..config import DispatchConfig
+from ..config import DispatchConfig, OverflowPolicy
 from ..dispatch_record import DispatchRecord, Tokens
 from ..dispatcher import TokenDispatcher
 from ..overflow import LATEST, Overflow
@@ -115,10 +117,10 @@ class SwitchEngine:
         rows: int,
         max_token_bytes: int,
         *,
-        overflow: str,
-        splits: str | None,
+        overflow: OverflowPolicy,
+        splits: Splits | None,
         device: torch.device,
-        transport: str | None,
+        transport: TransportName | None,
     ) -> None:
         self._group, self._transport, self._splits = group, transport, splits
         self.rows, self.device = rows, device

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ....errors import ArgumentError, shown
 from ....kernels import has_contiguous_rows
-from ..config import MOST_ROWS, whole_number
+from ....planner import Splits
+from ...transports.choose_transport import TransportName
+from ..config import MOST_ROWS, OverflowPolicy, whole_number
 from ..engine import device_of
 from .checks import check_expert_tokens, check_layout, check_out, check_outputs, check_tokens, check_topk_idx
 from .engine import RoutingHandle, SwitchEngine
@@ -87,10 +89,10 @@ class TokenSwitch(_token_switch.TokenSwitch):
         max_recv_tokens_per_rank: int,
         max_token_bytes: int,
         *,
-        overflow: str = "raise",
-        splits: str | None = None,
+        overflow: OverflowPolicy = "raise",
+        splits: Splits | None = None,
         device: torch.device | str | None = None,
-        transport: str | None = None,
+        transport: TransportName | None = None,
     ) -> None:
         mesh = isinstance(process_group, DeviceMesh) and process_group.ndim == 1
         if not (mesh or process_group is None or isinstance(process_group, dist.ProcessGroup)):

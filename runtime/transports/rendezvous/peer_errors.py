@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,7 @@ from ....errors import DisagreementError, MeetingTimeoutError, PeerError
 from .calls import CallRecord, Calls, key_of
 from .peer_reports import PeerReports, own_settings
 
+_SIZES = re.compile(r"\[[0-9, ]*\]")  # of tensors, in the text of a request
 _PEER_GRACE = 2.0  # seconds that an error waits for the description of the peer's call
 _CAUSE_GRACE = 0.25  # seconds that an error waits for what a late peer was waiting for
 
@@ -138,6 +140,8 @@ class PeerErrors:
             note = f"; rank {self._rank} refused its arguments in an earlier call: {refusals[-1]}"
         elif peer_call == str(own_call):
             note = "; the same arguments by another plan: their topologies, settings or versions differ"
+        elif _SIZES.sub("", peer_call) == _SIZES.sub("", str(own_call)):
+            note = "; only sizes differ: is shape= of DTensor.from_local missing, which uneven shards need?"
         return DisagreementError(
             f"rank {self._rank} and rank {peer} made different requests: rank {self._rank} is in {own_call}; "
             f"rank {peer} is in {peer_call}{note}; no tensor of yours was written"
@@ -147,7 +151,7 @@ class PeerErrors:
         """The error if a rank has failed, or its process is known to have ended."""
         failure = self.reports.failure(rank)
         if failure is not None:
-            return PeerError(f"rank {self._rank} was waiting for rank {rank}: {failure}")
+            return PeerError(f"rank {self._rank} was waiting for rank {rank} in {self.calls.current}: {failure}")
         if self._is_gone(rank):
             # A rank whose own wait has failed may have closed its connections before it writes so.
             why = self.why_late(rank)

@@ -182,7 +182,8 @@ class Rendezvous:
                         return text
                 except dist.DistError as error:
                     raise PeerError(
-                        f"the store is gone (its rank died?) while waiting for rank {rank}: {error}"
+                        f"the store is gone (its rank died?); rank {self.rank} was waiting for rank {rank} in "
+                        f"{self.calls.current}: {error}"
                     ) from error
                 if time.monotonic() > deadline:
                     raise self.errors.timed_out(rank, why=f": it wrote no {key}")

@@ -209,7 +209,7 @@ class SharedMemoryTransport:
         try:
             whole = self._peers[rank].segment(segment)
         except PeerError as error:  # a peer that fails removes its names
-            raise PeerError(f"{error}{self.rendezvous.errors.why_late(rank)}") from error
+            raise PeerError(f"{error}{self._waiting()}{self.rendezvous.errors.why_late(rank)}") from error
         if len(self._opened) >= _CACHED_ADDRESSES:
             self._opened.clear()
         opened = self._opened[address, nbytes] = whole[offset : offset + nbytes]
@@ -379,11 +379,11 @@ class SharedMemoryTransport:
                 # A peer that failed or died may have arrived at this barrier before.
                 if page[_FAILED] and page[slot] < number:
                     why = self.rendezvous.errors.why_late(peer.rank)
-                    raise PeerError(f"{peer} failed; rank {self.rank} was waiting for it{why}")
+                    raise PeerError(f"{peer} failed{self._waiting()}{why}")
                 if waited > _SHORTEST_NAP and peer.has_died() and page[slot] < number:
                     if peer.named:
                         unlink_names(peer.pid)
-                    raise PeerError(f"{peer} is gone; rank {self.rank} was waiting for it")
+                    raise PeerError(f"{peer} is gone{self._waiting()}")
                 if waited > self.timeout:
                     raise self.rendezvous.errors.timed_out(peer.rank)
                 if waited > FIRST_POLL:
@@ -394,6 +394,10 @@ class SharedMemoryTransport:
             self._page[_SLEEPS_FOR] = 0
             if wait is not None:
                 wait.close()
+
+    def _waiting(self) -> str:
+        """For the error of a peer: that this rank was waiting for it, and in which call."""
+        return f"; rank {self.rank} was waiting for it in {self.rendezvous.calls.current}"
 
     def _connect_all(self, ranks: tuple[int, ...]) -> list[_Peer]:
         self._peers_of[ranks] = [self._peers.get(rank) or self._connect(rank) for rank in ranks]
@@ -415,7 +419,7 @@ class SharedMemoryTransport:
         except (FileNotFoundError, PermissionError) as error:
             if isinstance(error, FileNotFoundError) or not is_running(key.pid):
                 raise PeerError(
-                    f"rank {rank} (process {key.pid}) is gone; rank {self.rank} was waiting for it: {error}"
+                    f"rank {rank} (process {key.pid}) is gone{self._waiting()}: {error}"
                     f"{self.rendezvous.errors.why_late(rank)}"
                 ) from error
             raise TransportError(

@@ -191,8 +191,13 @@ class SymmetricMemoryTransport:
         for rank in ranks:
             # A rank that failed after its allocation will not use it.
             if rank != self.rank and (failure := self.rendezvous.reports.failure(rank)):
-                raise PeerError(f"rank {self.rank} was waiting for rank {rank}: {failure}")
-        return self.provider.join(own, handles, f"{self.rendezvous.session(ranks)}/{key}")
+                call = self.rendezvous.calls.current
+                raise PeerError(f"rank {self.rank} was waiting for rank {rank} in {call}: {failure}")
+        name = f"{self.rendezvous.session(ranks)}/{key}"
+        try:
+            return self.provider.join(own, handles, name)
+        except PeerError as error:
+            raise PeerError(f"{error}; rank {self.rank} was in {self.rendezvous.calls.current}") from error
 
     def exchange_text(self, key: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
         """All-gather a text among the ranks of a group, by rank. Collective; `key` is new to the group.
@@ -243,7 +248,8 @@ class SymmetricMemoryTransport:
 
     def _error_of(self, code: Code) -> TransportError:
         number, channel = channel_name(code.channel)
-        where = f"{channel} at {self._all[number]}"
+        # The host may have made further calls before it learned of the error.
+        where = f"{channel} at {self._all[number]}, in {self.rendezvous.calls.current} or a call before"
         if code.kind == "late":
             return MeetingTimeoutError(
                 f"rank {code.peer} did not arrive within {self.timeout:g} s; rank {code.rank} was waiting for it "

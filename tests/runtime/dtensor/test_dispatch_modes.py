@@ -440,7 +440,7 @@ def what_modes_see(rank: int) -> None:
     calls = [
         lambda: shardweave.redistribute(x, [S1]),
         lambda: shardweave.redistribute_batch([x], [[S1]]),
-        lambda: shardweave.bind(x, [S1]),
+        lambda: shardweave.prepare_redistribute(x, [S1]),
     ]
     for call in calls:
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(UnsupportedError, match="a fake tensor mode is"):

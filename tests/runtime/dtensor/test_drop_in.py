@@ -343,6 +343,8 @@ def watched(rank: int) -> dict[str, int]:
         assert torch.compile(model, fullgraph=True, backend="aot_eager")(source).full_tensor().equal(2 * x)
         direct = torch.compile(lambda v: shardweave.redistribute(v, (R,)) * 2, fullgraph=True, backend="aot_eager")
         assert direct(source).full_tensor().equal(2 * x) and not stats.ignored
+        as_text = torch.compile(lambda v: shardweave.redistribute(v, "R") * 2, fullgraph=True, backend="aot_eager")
+        assert as_text(source).full_tensor().equal(2 * x) and not stats.ignored
         given = torch.compile(
             lambda v: shardweave.redistribute(v, (R,), transport="process_group", reduction="fast") * 2,
             fullgraph=True, backend="aot_eager",

@@ -336,3 +336,86 @@ def several_process_groups(rank: int) -> None:
 
 def test_tensors_outlive_their_process_group() -> None:
     run_ranks(several_process_groups, 2)
+
+
+def layouts_in_other_forms(rank: int, transport: str) -> None:
+    mesh, x = init_device_mesh("cpu", (2, 2)), whole_tensor((8, 6), torch.float32)
+    source = make(x, mesh, (Shard(0), Shard(1)), {})
+    forms = (
+        ("S1 S0", (Shard(1), Shard(0)), None),
+        ("R S0", (Replicate(), Shard(0)), None),
+        ("S0 S0", (Shard(0), Shard(0)), None),
+        ("S0 S0 @ 0:1,0", (Shard(0), Shard(0)), {0: (1, 0)}),
+        ("(Shard(dim=1), Replicate())", (Shard(1), Replicate()), None),
+    )
+    for text, placements, order in forms:
+        layout = shardweave.Layout.parse(text)
+        want = shardweave.redistribute(source, placements, shard_order=order, transport=transport)
+        for form in (text, layout, *([] if order else [layout.placements, list(placements)])):
+            y = shardweave.redistribute(source, form, transport=transport, topology="nvlink")
+            assert y._spec == want._spec and y.to_local().equal(want.to_local()), form
+            shardweave.prepare_redistribute(source, form, transport=transport, topology="nvlink-infiniband")
+            explained = shardweave.explain(source, form, transport=transport, topology="nvlink")
+            assert explained.startswith(f"S0 S1 → {layout} ") and "topology given" in explained
+    texts, placements = [text for text, *_ in forms], [want for _, want, order in forms if not order]
+    with torch.no_grad():
+        batch = shardweave.redistribute_batch([source] * 5, texts, transport=transport, topology="nvlink")
+        for y, (_, want, order) in zip(batch, forms, strict=True):
+            assert y.to_local().equal(held_by(x, want, mesh, order or {}))
+    for form, text in (
+        ("S1 S9", "placements: mesh dim 1 shards tensor dim 9, out of range; allowed: 0..1"),
+        ("S1", "placements: S1 has 1 placements, the mesh (2, 2) has 2 dims; allowed: one each"),
+        ("s1 R", "placements: unknown token 's1'; allowed: R, S<dim>"),
+        (7, "placements: 7; allowed: a Layout, its text form, or a sequence of Replicate, Shard, Partial"),
+        ([Shard(0)], "placements: 1 given for a mesh of 2 dims"),
+    ):
+        for call in (shardweave.redistribute, shardweave.explain, shardweave.prepare_redistribute):
+            with pytest.raises(shardweave.ArgumentError) as raised:
+                call(source, form, transport=transport)
+            assert text in str(raised.value)
+    with pytest.raises(shardweave.ArgumentError, match="^shard_order: given together with the layout S0 S0"):
+        shardweave.redistribute(source, "S0 S0", shard_order={0: (1, 0)})
+    with pytest.raises(shardweave.ArgumentError, match="^placements: 'S1 S0'; allowed: a list"):
+        shardweave.redistribute_batch([source], "S1 S0")
+    with pytest.raises(shardweave.ArgumentError, match="^topology: 'nvlinks'; allowed: a Topology, or None, or a name"):
+        shardweave.redistribute(source, "S1 S0", topology="nvlinks")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "hierarchical"])
+def test_layouts_as_text_and_topologies_by_name(transport: str) -> None:
+    environment = {"SHARDWEAVE_NODE_SIZE": "2" if transport == "hierarchical" else ""}
+    run_ranks(layouts_in_other_forms, 4, transport, environment=environment)
+
+
+def wrong_under_install(rank: int) -> None:
+    """The errors name the argument of `DTensor.redistribute`."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = make(whole_tensor((8, 6), torch.float32), mesh, (Replicate(), Shard(0)), {})
+    with shardweave.installed():
+        for placements, text in (
+            ([Shard(0)], "placements: 1 given for a mesh of 2 dims; allowed: one per mesh dim"),
+            ([Shard(0)] * 3, "placements: 3 given for a mesh of 2 dims; allowed: one per mesh dim"),
+            ([Shard(2), Replicate()], "placements: mesh dim 0 shards tensor dim 2; allowed: -2..1"),
+        ):
+            for requires_grad in (False, True):
+                with pytest.raises(shardweave.ArgumentError) as raised:
+                    x.detach().requires_grad_(requires_grad).redistribute(placements=placements)
+                assert str(raised.value) == text
+        assert x.redistribute(placements=[Replicate()] * 2).to_local().equal(whole_tensor((8, 6), torch.float32))
+        without_data = DTensor.from_local(
+            torch.zeros(4, 6, device="meta"), mesh, [Shard(0), Replicate()], run_check=False
+        )
+        without_data.redistribute(placements=[Replicate()] * 2)
+        assert set(shardweave.stats().delegations) == {"local tensor is on the meta device, which has no data"}
+    shardweave.stats().delegations.clear()
+    text = "dtensors?.*: its local tensor is on the meta device, which has no data; allowed: a strided tensor with data"
+    for call in (
+        lambda: shardweave.redistribute(without_data, "R R"),
+        lambda: shardweave.redistribute_batch([without_data], ["R R"]),
+    ):
+        with pytest.raises(shardweave.UnsupportedError, match=text):
+            call()
+
+
+def test_wrong_placements_under_install() -> None:
+    run_ranks(wrong_under_install, 4)

@@ -81,6 +81,20 @@ def test_equal_arguments_have_equal_costs_and_plans(mesh: DeviceMesh) -> None:
                 assert getattr(result, name) == getattr(program, name)
 
 
+@pytest.mark.parametrize(("name", "topology"), [("nvlink", NVLINK_NODE), ("nvlink-infiniband", NVLINK_INFINIBAND)])
+def test_topologies_have_names(mesh: DeviceMesh, name: Any, topology: shardweave.Topology) -> None:
+    request = (4, 8), (8192, 8192), "bfloat16", "S0 S0", "R R"
+    by_name, by_topology = (shardweave.plan(*request, topology=given) for given in (name, topology))
+    assert by_name.explain() == by_topology.explain() and topology.name in by_name.explain()
+    assert shardweave.redistribute_cost(*request, name) == shardweave.redistribute_cost(*request, topology)
+    by_name, by_topology = (shardweave.plan_batch([request], topology=given) for given in (name, topology))
+    assert by_name.explain() == by_topology.explain()
+    whole, part = spec(mesh, Shard(0), Shard(1)), spec(mesh, Shard(1), Shard(0))
+    with shardweave.installed(costs=True, topology=name):
+        us = cost_on_mesh((2, 4), SHAPE, "float32", "S0 S1", "S1 S0", topology)
+        assert torch_costs.redistribute_cost(whole, part) == us
+
+
 def test_strided_shards_decode_to_orders(mesh: DeviceMesh) -> None:
     request = mesh, SHAPE, torch.float32, [_StridedShard(-2, split_factor=4), Shard(0)]
     assert shardweave.plan(*request, "S0 S0").source == shardweave.Layout.parse("S0 S0 @ 0:1,0")
@@ -154,8 +168,8 @@ def test_install_costs_binds_every_module(mesh: DeviceMesh) -> None:
 
 
 def test_cost_topology_is_validated() -> None:
-    with pytest.raises(ArgumentError, match="topology: 'nvlink'; allowed: a Topology, or None"):
-        shardweave.install(costs=True, topology="nvlink")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="topology: 'nvlinks'; allowed: a Topology, or None, or .*'nvlink'"):
+        shardweave.install(costs=True, topology="nvlinks")  # type: ignore[arg-type]
     assert not shardweave.is_installed()
 
 

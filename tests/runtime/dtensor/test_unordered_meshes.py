@@ -232,7 +232,7 @@ def refusals(rank: int, path: str) -> None:
         lambda: shardweave.redistribute(here, [S0], device_mesh=plain),
         lambda: shardweave.redistribute_batch([there, here], [[R], [R]]),
         lambda: shardweave.explain(here, [R]),
-        lambda: shardweave.bind(here, [R]),
+        lambda: shardweave.prepare_redistribute(here, [R]),
         lambda: share_of_tokens(x, odd),
         lambda: shardweave.redistribute(DTensor.from_local(x, rows, [R, S0], run_check=False), [S0, S0]),
     ]

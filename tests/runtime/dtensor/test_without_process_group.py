@@ -31,7 +31,7 @@ X = torch.ones(4, 2)
         (lambda mesh: shardweave.prepare(mesh, 1 << 20), "prepare: .* call init_process_group first"),
         (lambda mesh: shardweave.redistribute(shard(mesh), [Replicate()]), "call init_process_group first"),
         (lambda mesh: shardweave.explain(shard(mesh), [Replicate()]), "call init_process_group first"),
-        (lambda mesh: shardweave.bind(shard(mesh), [Replicate()]), "call init_process_group first"),
+        (lambda mesh: shardweave.prepare_redistribute(shard(mesh), [Replicate()]), "call init_process_group first"),
         (lambda mesh: shardweave.redistribute_batch([shard(mesh)], [[Replicate()]]), "call init_process_group first"),
         (lambda mesh: shardweave.share_of_tokens(X, mesh), "call init_process_group first"),
         (lambda mesh: shardweave.whole_of_shares(X, mesh, 4), "call init_process_group first"),

@@ -27,7 +27,7 @@ def overflowing(rank: int, transport: str) -> list[str]:
     for layout in LAYOUTS:
         ids = torch.full((4, K), 0 if rank == 1 else -1)
         lost = 2 if layout == "flat" else 4 * K - 2
-        text = rf"routing 0: {lost} rows exceeded the capacity \(max_recv_tokens_per_rank: 2\) and 0 ids"
+        text = rf"routing 0: {lost} rows exceeded the capacity \(max_recv_tokens_per_rank: 2\), all ranks together"
         switch = switch_of(4, 2, transport=transport)
         assert int(switch.create_routing(ids, layout=layout).handle.dropped) == lost
         with pytest.raises(CapacityError, match=text) as raised:

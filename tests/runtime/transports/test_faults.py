@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.multi
 
 def disagree(rank: int, transport: str) -> None:
     mesh = init_device_mesh("cpu", (4,))
-    rows = 8 if rank != 2 else 12
+    rows = 8 if rank != 2 else 12  # as of uneven shards without their global shape
     d = DTensor.from_local(torch.full((rows // 4, 4), float(rank)), mesh, [Shard(0)], run_check=False)
     shardweave.redistribute(d, [Shard(1)], transport=transport)
 
@@ -33,6 +34,7 @@ def test_different_requests_raise(transport: str) -> None:
     assert all(end.error is not None for end in ends)
     error_texts = [end for end in ends if end.error == "DisagreementError"]
     assert all("no tensor of yours was written" in end.message for end in error_texts)
+    assert "only sizes differ: is shape= of DTensor.from_local missing" in ends[2].message
     if transport == "shared_memory":
         assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
 
@@ -91,8 +93,46 @@ def test_dead_rank_is_named(failure: str, transport: str) -> None:
     ends = end_ranks(die_or_wait, 4, failure, transport, timeout=60)
     # Far below the group's timeout of 60 s: the death itself was noticed.
     assert time.monotonic() - start < 45
-    named = [end.message for r, end in enumerate(ends) if r != 1 and "rank 1" in end.message]
-    assert named and all(end.error == "PeerError" for r, end in enumerate(ends) if r != 1)
+    others = [end for r, end in enumerate(ends) if r != 1]
+    assert any("rank 1" in end.message for end in others) and {end.error for end in others} == {"PeerError"}
+    # Each names the call that it was waiting in.
+    assert all(" of ranks (0, 1, 2, 3): S0 → S1 float32[8, 8] on 4" in end.message for end in others), others
+
+
+def await_one(rank: int, call: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)], run_check=False)
+    if rank == 3:
+        time.sleep(1.2)
+    elif call == "redistribute":
+        shardweave.redistribute(x, [Shard(1)])
+    elif call == "redistribute on a given topology":
+        shardweave.redistribute(x, [Shard(1)], topology="nvlink")
+    elif call == "redistribute_batch":
+        shardweave.redistribute_batch([x], ["S1"])
+    elif call == "prepare":
+        shardweave.prepare(mesh, 1000)
+    else:
+        shardweave.TokenDispatcher(mesh, num_experts=8, top_k=2, hidden=16, max_tokens=8, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("redistribute", r"finding the topology for Spec\(f32\[8, 4\]\(S\(0\)\)\) to Spec\(f32\[8, 4\]\(S\(1\)\)\)"),
+        ("redistribute on a given topology", r"Spec\(f32\[8, 4\]\(S\(0\)\)\) to Spec\(f32\[8, 4\]\(S\(1\)\)\)"),
+        ("redistribute_batch", r"finding the topology for Spec\(f32\[8, 4\]\(S\(0\)\)\) to "),
+        ("prepare", r"prepare\(max_bytes=1000, "),
+        ("TokenDispatcher", "making a token dispatcher of 8 experts, top 2, hidden 16"),
+    ],
+)
+def test_first_call_without_one_rank_names_the_request(call: str, text: str) -> None:
+    environment = {"SHARDWEAVE_TIMEOUT": "1", "SHARDWEAVE_NODE_SIZE": "2" if call == "redistribute" else ""}
+    ends = end_ranks(await_one, 4, call, environment=environment, timeout=30)
+    assert ends[3].error is None
+    for end in ends[:3]:
+        assert end.error in ("MeetingTimeoutError", "PeerError")
+        assert re.search(rf"; rank \d was waiting for it in call 1 of ranks \(0, 1, 2, 3\): {text}", end.message), end
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])

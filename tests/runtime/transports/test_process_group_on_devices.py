@@ -94,14 +94,14 @@ def test_subset_of_ranks_exchanges(run: Any) -> None:
 
 
 def captured(rank: int, device: str) -> None:
-    """The first call after `prepare` and `bind`, on a GPU in a graph."""
+    """The first call after `prepare` and `prepare_redistribute`, on a GPU in a graph."""
     mesh = init_device_mesh(device, (2,))
     whole = torch.arange(63.0).view(7, 9)
     x = made(whole, mesh, [Shard(0)], {}, device)
     p = DTensor.from_local(torch.ones(7, 9, device=device), mesh, [Partial()], run_check=False)
     shardweave.prepare(mesh, 1 << 16, transport="process_group")
     for given, target in ((x, [Shard(1)]), (p, [Shard(0)])):
-        shardweave.bind(given, target, transport="process_group")
+        shardweave.prepare_redistribute(given, target, transport="process_group")
 
     def calls() -> list[torch.Tensor]:
         turned = shardweave.redistribute(x, [Shard(1)], transport="process_group").to_local()

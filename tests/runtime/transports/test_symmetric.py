@@ -684,7 +684,7 @@ def replayed(rank: int, direction: str) -> None:
         whole = torch.arange(63.0 + 9 * uses).view(-1, 9)
         x = made(whole, mesh, [Shard(0)], {}, "cuda")
         local = x.to_local()
-        shardweave.bind(x, [Shard(1)], transport="symmetric_memory")
+        shardweave.prepare_redistribute(x, [Shard(1)], transport="symmetric_memory")
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -712,7 +712,7 @@ def calls_while_the_device_is_busy(mesh: DeviceMesh) -> None:
     def call() -> list[DTensor]:
         return [shardweave.redistribute(y, [target], transport="symmetric_memory") for y, target, _ in given]
 
-    call()  # the allocator's first blocks of these sizes, and what is bound without `bind`
+    call()  # the allocator's first blocks of these sizes, and what is bound without `prepare_redistribute`
     torch.cuda.synchronize()
     done = torch.cuda.Event()
     torch.cuda._sleep(int(4e8))  # some 200 ms

@@ -114,7 +114,8 @@ def test_transport_selected_by_nodes() -> None:
 
 
 def prepared(rank: int, transport: str | None) -> None:
-    """After `prepare` and `bind`, a first call allocates only tensors and communicates only to exchange."""
+    """After `prepare` and `prepare_redistribute`, a first call allocates only tensors and communicates only to
+    exchange."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(63.0).view(7, 9)
     pairs = [
@@ -124,12 +125,12 @@ def prepared(rank: int, transport: str | None) -> None:
     shardweave.prepare(mesh, 1 << 12, transport=transport)
     shardweave.prepare(mesh, 1 << 12, transport=transport)
     for x, placements in pairs:
-        shardweave.bind(x, placements, transport=transport)
-        shardweave.bind(x, placements, forward_dtype=torch.bfloat16, transport=transport)
+        shardweave.prepare_redistribute(x, placements, transport=transport)
+        shardweave.prepare_redistribute(x, placements, forward_dtype=torch.bfloat16, transport=transport)
     with pytest.raises(shardweave.ArgumentError, match="forward_dtype: 'half'; allowed: a torch.dtype, or None"):
-        shardweave.bind(*pairs[0], forward_dtype="half")  # type: ignore[arg-type]
+        shardweave.prepare_redistribute(*pairs[0], forward_dtype="half")  # type: ignore[arg-type]
     with pytest.raises(shardweave.ArgumentError, match="dtensor: Tensor; allowed: a DTensor"):
-        shardweave.bind(whole, [Shard(0)])  # type: ignore[arg-type]
+        shardweave.prepare_redistribute(whole, [Shard(0)])  # type: ignore[arg-type]
 
     def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("something is made in the first call")

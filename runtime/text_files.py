@@ -1,0 +1,35 @@
+"""Text files that users name, which may be pipes and devices."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_MOST_OF_PIPE = 1 << 26  # characters
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8.
+
+    Of what is no regular file, such as a pipe or a device, up to 64 Mi characters are read; a named pipe that no
+    process has open for writing is empty.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or a device with more than that.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open(path, encoding="utf-8", opener=_open_at_once) as file:
+        os.set_blocking(file.fileno(), True)
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file.read()
+        text = file.read(_MOST_OF_PIPE + 1)
+        if len(text) > _MOST_OF_PIPE:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return text
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # Without O_NONBLOCK a named pipe is opened when somebody opens it for writing.
+    return os.open(path, flags | os.O_NONBLOCK)
