@@ -24,6 +24,7 @@ from ..statistics import log_level
 from ..transports.rendezvous.peer_reports import remarks
 from ..transports.select import publish_settings
 from . import redistribute_options
+from .fsdp_labels import why_permuted
 from .local import PLAIN_TENSORS
 from .overlap import overlaps_itself
 from .plain_calls import mesh_of_group, plain_call
@@ -136,7 +137,8 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
     Raises:
         ArgumentError: no part of `module` is sharded by FSDP2.
         UnsupportedError: the process group cannot carry programs on the device of a module's parameters; the text names
-            the module. No module is adapted then.
+            the module. A tensor-parallel parameter that was strided before it was sharded, such as a fused weight, so
+            that its placements do not describe its data; the text names the parameter. No module is adapted then.
     """
     groups = list(_parameter_groups(module))
     for name, group in groups:
@@ -145,6 +147,12 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
             check_backend(torch.device(mesh.device_type), mesh.size())
         except UnsupportedError as error:
             raise UnsupportedError(f"module: {name!r}: {error}") from error
+        for parameter in group.fsdp_params:
+            if (why := why_permuted(parameter)) is not None:
+                raise UnsupportedError(
+                    f"module: parameter {_name_in(module, parameter)!r}: {why}; allowed: plain shards of that dim, or "
+                    f"fully_shard(shard_placement_fn=) along another one"
+                )
     ours = dict(zip(_COMM_ATTRIBUTES, (FSDPAllGather(), FSDPReduceScatter()), strict=True))
     for _, group in groups:
         before = {name: getattr(group, name) for name in _COMM_ATTRIBUTES}
@@ -195,6 +203,13 @@ def _parameter_groups(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             if group is not None and group not in seen:  # several modules may share one
                 seen.add(group)
                 yield name or type(part).__name__, group
+
+
+def _name_in(module: torch.nn.Module, parameter: Any) -> str:
+    """The name of one of FSDP2's parameters in `module`."""
+    info = parameter._module_info
+    owner = next((name for name, part in module.named_modules() if part is info.module), "")
+    return f"{owner}.{info.param_name}" if owner else info.param_name
 
 
 @contextmanager
