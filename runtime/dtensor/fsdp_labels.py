@@ -45,8 +45,8 @@ def why_permuted(parameter: Any) -> str | None:
     if all(_same_indices(shape[d], mesh_shape, cuts, label.cuts(d)) for d, cuts in held.items()):
         return None
     return (
-        f"it was {_text(before)} before fully_shard cut its dim {dim}, and torch labels the result {_text(spec)}, which "
-        f"stands for other elements: full_tensor, checkpoints and redistributions follow the label and permute it"
+        f"it was {_text(before)} before fully_shard cut its dim {dim}, and torch labels the result {_text(spec)}, a "
+        f"layout of other elements: full_tensor, checkpoints and redistributions follow the label and permute it"
     )
 
 
