@@ -52,6 +52,13 @@ class Program(ProgramBase):
         """The program as an SVG document; see `shardweave.draw`."""
         return draw(self)
 
+    def _repr_svg_(self) -> str | None:
+        """The drawing in a notebook; None, as which the notebook shows text, for programs that cannot be drawn."""
+        try:
+            return self.to_svg()
+        except ArgumentError:
+            return None
+
     def to_dict(self) -> dict[str, Any]:
         """The program as plain values, ready for JSON."""
         return to_dict(self)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from weakref import ref
 
 import torch.distributed as dist
+from torch._guards import CompileContext
+
+from ..planner import format_bytes
+from .tables import Table, as_html, as_text
 
 _logger = logging.getLogger(__name__)
 _MAX_KINDS = 4096
@@ -35,12 +40,45 @@ class Redistribution:
 
 
 @dataclass
+class _Traced:
+    """What was counted while torch traced, each redistribution of a graph once.
+
+    Before there is a graph, torch runs a function in several passes. What a pass counts takes the place of what the
+    pass before it has counted of the same function.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    _function: Callable[[], CompileContext | None] = lambda: None
+    """A weak reference to what is compiled."""
+    _pass: Hashable = None
+    _of_pass: Counter[str] = field(default_factory=Counter)
+
+    def count(self, counter: Counter[str], key: str, into_graph: bool) -> None:
+        function = CompileContext.try_get()
+        number = None if function is None else (function.attempt, into_graph)
+        if function is None or function is not self._function() or number != self._pass:
+            if function is not None and function is self._function():
+                counter -= self._of_pass
+                self.counts -= self._of_pass
+            self._function = (lambda: None) if function is None else ref(function)
+            self._pass, self._of_pass = number, Counter()
+        for counts in (counter, self.counts, self._of_pass):
+            counts[key] += 1
+
+
+@dataclass(repr=False)
 class Statistics:
     """Counters since the process started, or since `reset`.
 
+    What torch.compile traces is not called again when its graph runs. It is counted once for each place in a graph,
+    when that is traced, forward and backward, and `reset` keeps it, because the graph goes on running. Of a graph that
+    torch loads from its cache, the forward alone is counted.
+
+    `print` shows tables of the counters that are not 0, and so does a notebook.
+
     Attributes:
         calls: programs carried out, by transport.
-        delegations: calls left to torch's own redistribution, by reason.
+        delegations: calls left to torch's own redistribution, by reason; and traced ones.
         ignored: arguments that had no effect, by name: of torch, or under torch.compile.
         host_reads: waits of the host for a device, by the value that it read.
         copies: calls that copied data which otherwise stays where peers wrote it, by the data and the reason.
@@ -57,6 +95,11 @@ class Statistics:
     _summaries: dict[tuple[Hashable, str], Callable[[], Summary]] = field(default_factory=dict, repr=False)
     """Of kinds that have not been read yet."""
     _texts: dict[tuple[Hashable, str], str] = field(default_factory=dict, repr=False)
+    _traced: _Traced = field(default_factory=_Traced, repr=False)
+    """Of torch's own function, which every pass calls."""
+    _traced_by_dynamo: _Traced = field(default_factory=_Traced, repr=False)
+    """Of functions that only the first pass calls."""
+    _ignored_by_dynamo: _Traced = field(default_factory=_Traced, repr=False)
 
     @property
     def redistributions(self) -> dict[tuple[str, str], Redistribution]:
@@ -89,11 +132,53 @@ class Statistics:
         return self._kinds[key]
 
     def reset(self) -> None:
-        """Set all counters to 0."""
+        """Set all counters to 0, except for what is in traced graphs."""
         for counters in (self.calls, self.delegations, self.ignored, self.host_reads, self.copies):
             counters.clear()
+        self.delegations.update(self._traced.counts + self._traced_by_dynamo.counts)
+        self.ignored.update(self._ignored_by_dynamo.counts)
         for kind in self._kinds.values():  # not removed: bound calls hold these objects
             kind.calls, kind.milliseconds = 0, 0.0
+
+    def __repr__(self) -> str:
+        return as_text(self._tables()) or "no calls"
+
+    def _repr_html_(self) -> str:
+        return as_html(self._tables()) or "no calls"
+
+    def _tables(self) -> list[Table]:
+        requests = [
+            (
+                str(kind.calls),
+                f"{kind.milliseconds:.3f}",
+                "-" if kind.bytes_bound is None and not kind.bytes_received else format_bytes(kind.bytes_received),
+                "-" if kind.bytes_bound is None else format_bytes(kind.bytes_bound),
+                transport,
+                text,
+            )
+            for (text, transport), kind in self.redistributions.items()
+        ]
+        counters = {
+            "left to torch": self.delegations,
+            "argument without effect": self.ignored,
+            "the host waits for": self.host_reads,
+            "copied": self.copies,
+        }
+        tables = [
+            Table(("calls", "ms", "bytes per call", "least", "transport", "request"), requests, texts=2),
+            Table(("calls", "transport"), _descending(self.calls)),
+            *(Table(("count", title), _descending(counter)) for title, counter in counters.items()),
+            Table(
+                ("ranks", "transport and why"),
+                [(", ".join(map(str, ranks)), why) for ranks, why in self.transports.items()],
+                texts=2,
+            ),
+        ]
+        return [table for table in tables if table.rows]
+
+
+def _descending(counter: Counter[str]) -> list[tuple[str, str]]:
+    return [(str(count), name) for name, count in counter.most_common() if count]
 
 
 def _summary_of_others() -> Summary:
@@ -117,10 +202,31 @@ _logged_reasons: set[tuple[str, str]] = set()
 _MAX_LOGGED_REASONS = 64
 
 
-def count_delegation(reason: str, level: int, current: object, target: object, left_to: str = "torch") -> None:
+COMPILING = "torch.compile is tracing"
+
+
+def count_in_dynamo(left_to_torch: bool, ignored: Sequence[str] = ()) -> None:
+    """Count a call that only Dynamo sees, while it traces, and the names of the arguments that have no effect."""
+    if left_to_torch:
+        _statistics._traced_by_dynamo.count(_statistics.delegations, COMPILING, False)
+    for name in ignored:
+        _statistics._ignored_by_dynamo.count(_statistics.ignored, name, False)
+
+
+def count_delegation(
+    reason: str, level: int, current: object, target: object, left_to: str = "torch", into_graph: bool | None = None
+) -> None:
     """Count a redistribution that is left to torch or spmd_types, and log it: the first one of each reason at `level`
-    on rank 0, all others at debug level. Other ranks leave the same ones."""
-    _statistics.delegations[reason] += 1
+    on rank 0, all others at debug level. Other ranks leave the same ones.
+
+    Args:
+        into_graph: None: torch carries the redistribution out. False: it is a pass of torch.compile that makes no graph
+            yet. True: a graph is traced.
+    """
+    if into_graph is None:
+        _statistics.delegations[reason] += 1
+    else:
+        _statistics._traced.count(_statistics.delegations, reason, into_graph)
     text = reason.removeprefix(f"{left_to}: ")
     if (left_to, reason) in _logged_reasons or len(_logged_reasons) == _MAX_LOGGED_REASONS:
         if _logger.isEnabledFor(logging.DEBUG):

@@ -18,9 +18,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from ...errors import ArgumentError, UnsupportedError
 from ...kernels import on_device
 from ..executor.call import Call, why_no_data
-from ..executor.dispatch_modes import REPLACES, REPORTS, active_modes, note_decision, why_not_under
+from ..executor.dispatch_modes import (
+    REPLACES,
+    REPORTS,
+    active_modes,
+    note_decision,
+    traces_into_graph,
+    why_not_under,
+)
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
-from ..statistics import count_delegation, stats
+from ..statistics import COMPILING, count_delegation, stats
 from ..transports.select import why_not_backend
 from . import observer, redistribute_options
 from .local import PLAIN_TENSORS, bound_before, empty_local, is_in, run_redistribution
@@ -29,7 +36,7 @@ from .redistribute_options import RedistributeOptions
 Stock = Callable[..., torch.Tensor]
 stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
 _count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_COMPILING, _OTHER_TENSOR_TYPE = "torch.compile is tracing", "local tensor is a "
+_OTHER_TENSOR_TYPE = "local tensor is a "
 _OTHER_MESH, SMALL = "a mesh that install(only=) leaves out", "smaller than install(min_bytes=)"
 _ONE_RANK = "world size 1"
 _backend_obstacles: ProcessGroupCache[torch.device, str | None] = ProcessGroupCache(256)
@@ -129,7 +136,12 @@ def redistribute_local_tensor(
             reason = str(error)
     if modes:
         note_decision(modes, reason)
-    count_delegation(reason, level_of_reason(reason), current_spec, target_spec)
+    into_graph = traces_into_graph(modes)
+    if into_graph is not None:
+        traced = into_graph or torch.compiler.is_compiling()
+        count_delegation(
+            reason, level_of_reason(reason), current_spec, target_spec, into_graph=into_graph if traced else None
+        )
     torch_options = {"async_op": async_op, "is_explicit": is_explicit}
     if use_graph_based_transform is not None:
         torch_options["use_graph_based_transform"] = use_graph_based_transform
@@ -160,7 +172,7 @@ def _why_delegate(
 def why_not_plain(x: torch.Tensor) -> str | None:
     """Why programs cannot move the memory of a local tensor, or None."""
     if torch.compiler.is_compiling():
-        return _COMPILING
+        return COMPILING
     if type(x) not in PLAIN_TENSORS:
         return f"{_OTHER_TENSOR_TYPE}{type(x).__name__}"
     obstacle = why_no_data(x)
@@ -181,5 +193,5 @@ def level_of_reason(reason: str) -> int:
     """Debug for a world of one rank, info for what the user requested, warning for the rest."""
     if reason == _ONE_RANK:
         return logging.DEBUG
-    requested = reason in (_COMPILING, _OTHER_MESH, SMALL) or reason.startswith(_OTHER_TENSOR_TYPE)
+    requested = reason in (COMPILING, _OTHER_MESH, SMALL) or reason.startswith(_OTHER_TENSOR_TYPE)
     return logging.INFO if requested or reason.endswith((REPORTS, REPLACES)) else logging.WARNING

@@ -4,16 +4,18 @@ transports."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...errors import ArgumentError, UnsupportedError, shown
@@ -24,6 +26,7 @@ from ..statistics import log_level
 from ..transports.rendezvous.peer_reports import remarks
 from ..transports.select import publish_settings
 from . import redistribute_options
+from .fsdp_labels import why_permuted
 from .local import PLAIN_TENSORS
 from .overlap import overlaps_itself
 from .plain_calls import mesh_of_group, plain_call
@@ -136,26 +139,69 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
     Raises:
         ArgumentError: `module` is no module, or no part of it is sharded by FSDP2.
         UnsupportedError: the process group cannot carry programs on the device of a module's parameters; the text names
-            the module. No module is adapted then.
+            the module. A tensor-parallel parameter that was strided before it was sharded, such as a fused weight, so
+            that its placements do not describe its data; the text names the parameter. No module is adapted then.
     """
     groups = list(_parameter_groups(module))
     for name, group in groups:
-        mesh = group.mesh_info.mesh
-        try:
-            check_backend(torch.device(mesh.device_type), mesh.size())
-        except UnsupportedError as error:
-            raise UnsupportedError(f"module: {name!r}: {error}") from error
-    ours = dict(zip(_COMM_ATTRIBUTES, (FSDPAllGather(), FSDPReduceScatter()), strict=True))
+        _check_group(name, group, lambda parameter: _name_in(module, parameter))
     for _, group in groups:
-        before = {name: getattr(group, name) for name in _COMM_ATTRIBUTES}
-        for name, comm in ours.items():
-            if not isinstance(before[name], type(comm)):
-                _originals.setdefault(group, {})[name] = before[name]
-                setattr(group, name, comm)
+        _adapt_group(group)
     _logger.log(
         log_level(logging.INFO), "%d parameter groups of %s run on shardweave", len(groups), type(module).__name__
     )
     publish_settings()
+
+
+def adapt_fsdp_when_first_used() -> None:
+    """Adapt every module of this process to which `fully_shard` is applied, as `adapt_fsdp` does, before its first
+    all-gather; for programs that cannot call it. Not undone.
+
+    That all-gather raises the errors of `adapt_fsdp`.
+    """
+    initialize, adapted = FSDPParamGroup.lazy_init, WeakSet[Any]()
+
+    @wraps(initialize)
+    def lazy_init(group: Any) -> None:
+        initialize(group)
+        if group not in adapted:  # FSDPModule.unshard initialises it again
+            _check_group(str(group), group, lambda parameter: parameter._param_fqn or parameter._module_info.param_name)
+            _adapt_group(group)
+            adapted.add(group)
+
+    FSDPParamGroup.lazy_init = lazy_init  # type: ignore[method-assign]
+
+
+def _check_group(name: str, group: Any, name_of: Callable[[Any], str]) -> None:
+    """Check that a parameter group can be adapted.
+
+    Args:
+        name: the module of the group.
+        name_of: the name of one of its parameters.
+
+    Raises:
+        UnsupportedError: as `adapt_fsdp`.
+    """
+    mesh = group.mesh_info.mesh
+    try:
+        check_backend(torch.device(mesh.device_type), mesh.size())
+    except UnsupportedError as error:
+        raise UnsupportedError(f"module: {name!r}: {error}") from error
+    for parameter in group.fsdp_params:
+        if (why := why_permuted(parameter)) is not None:
+            raise UnsupportedError(
+                f"module: parameter {name_of(parameter)!r}: {why}; allowed: plain shards of that dim, or "
+                f"fully_shard(shard_placement_fn=) along another one"
+            )
+
+
+def _adapt_group(group: Any) -> None:
+    ours = dict(zip(_COMM_ATTRIBUTES, (FSDPAllGather(), FSDPReduceScatter()), strict=True))
+    for name, comm in ours.items():
+        before = getattr(group, name)
+        if not isinstance(before, type(comm)):
+            _originals.setdefault(group, {})[name] = before
+            setattr(group, name, comm)
 
 
 def restore_fsdp(module: torch.nn.Module) -> None:
@@ -197,6 +243,13 @@ def _parameter_groups(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             if group is not None and group not in seen:  # several modules may share one
                 seen.add(group)
                 yield name or type(part).__name__, group
+
+
+def _name_in(module: torch.nn.Module, parameter: Any) -> str:
+    """The name of one of FSDP2's parameters in `module`."""
+    info = parameter._module_info
+    owner = next((name for name, part in module.named_modules() if part is info.module), "")
+    return f"{owner}.{info.param_name}" if owner else info.param_name
 
 
 @contextmanager

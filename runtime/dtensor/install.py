@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,15 +20,12 @@ from ..transports.rendezvous.peer_reports import settings
 from ..transports.select import publish_settings
 from . import observer, redistribute_options
 from .autograd import RedistributeReplacement
+from .bindings import Bindings
 from .drop_in import redistribute_local_tensor
 from .redistribute_options import RedistributeOptions, install_options, set_default
 from .sharding_costs import cache_clearer, set_cost_topology
 from .spmd_types import bind_spmd_types
 
-_REPLACEMENTS: dict[str, Any] = {
-    "redistribute_local_tensor": redistribute_local_tensor,
-    "Redistribute": RedistributeReplacement,
-}
 _TENSOR = "torch.distributed.tensor"
 _LEFT_WITHOUT = {
     (f"{_TENSOR}._redistribute", "redistribute_local_tensor"): "redistributions in backward passes of torch's own",
@@ -53,9 +51,35 @@ def _bound(module: str, name: str) -> Any:
 _originals = {(module, name): found for module, name in _LEFT_WITHOUT if (found := _bound(module, name)) is not None}
 
 
+def _copy(function: FunctionType) -> FunctionType:
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_REPLACEMENTS: dict[str, Any] = {
+    # Another object than `shardweave.redistribute_local_tensor`, which code that has imported it keeps.
+    "redistribute_local_tensor": _copy(cast(FunctionType, redistribute_local_tensor)),
+    "Redistribute": RedistributeReplacement,
+}
+
+
+def _versions() -> dict[str, tuple[Any, ...]]:
+    """torch's object of each name, and what may take its place."""
+    versions: dict[str, tuple[Any, ...]] = {}
+    for (_, name), original in _originals.items():
+        observed = (observer.observed(original),) if name == "redistribute_local_tensor" else ()
+        versions.setdefault(name, (original, _REPLACEMENTS[name], *observed))
+    return versions
+
+
+_bindings = Bindings(*_versions().values())
+
+
 def bind_replacements(installed: bool) -> None:
     """Bind shardweave's functions, or torch's own, in every module that binds them. If there is an observer, torch's
     functions notify it as well."""
+    wanted: dict[str, Any] = {}
     for (module, name), original in _originals.items():
         function = original
         if installed:
@@ -63,6 +87,8 @@ def bind_replacements(installed: bool) -> None:
         elif observer.current is not None and name == "redistribute_local_tensor":
             function = observer.observed(original)
         setattr(import_module(module), name, function)
+        wanted.setdefault(name, function)
+    _bindings.bind(*wanted.values())
 
 
 def is_installed() -> bool:
@@ -83,6 +109,10 @@ def install(
 
     Every rank must call it with the same arguments, at the same point of the program. A second call replaces the
     arguments of the first.
+
+    torch's functions are replaced in every module that is loaded, also under other names and where a module imported
+    them before this call. Modules that are loaded later import shardweave's. References in other places are left alone:
+    class attributes, default arguments, closures, `functools.partial`.
 
     Args:
         costs: DTensor's sharding propagation chooses between the strategies of an op by shardweave's costs: torch's
@@ -109,7 +139,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Restore torch's redistribution and costs, and the collectives of spmd_types."""
+    """Restore torch's redistribution and costs, and the collectives of spmd_types, in every module that is loaded."""
     _apply(None)
 
 

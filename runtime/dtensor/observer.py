@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Protocol
 
 import torch
@@ -30,8 +30,9 @@ def observe(observer: Observer | None) -> None:
     current = observer
 
 
+@cache
 def observed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap torch's `redistribute_local_tensor` so that it notifies the observer."""
+    """Wrap torch's `redistribute_local_tensor` so that it notifies the observer. Equal for equal functions."""
 
     @wraps(function)
     def redistribute_local_tensor(

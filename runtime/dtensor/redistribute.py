@@ -25,7 +25,7 @@ from ..convert_specs import (
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
-from ..statistics import stats
+from ..statistics import count_in_dynamo
 from ..transports.choose_transport import TransportName
 from . import observer
 from .autograd import RedistributeArgs, redistribute_forward, redistribute_with_gradient, same_layout, with_dtype
@@ -147,9 +147,8 @@ def redistribute(
 @constant_when_traced
 def _count_traced(ignored: list[str]) -> None:
     """Count a call while torch.compile traces, and the arguments that have no effect, without changing the graph."""
-    stats().ignored.update(ignored)
-    if not is_installed():  # otherwise the replacement of torch's function, which is called next, counts it
-        stats().delegations["torch.compile is tracing"] += 1
+    # If shardweave is installed, the replacement of torch's function, which is called next, counts the call.
+    count_in_dynamo(left_to_torch=not is_installed(), ignored=ignored)
 
 
 @constant_when_traced

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 
@@ -14,9 +13,9 @@ from ...errors import ShardweaveError
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..statistics import stats
+from .bindings import Bindings
 from .partials import plain_requests
 
-_NAME = "redistribute_cost"
 stock_redistribute_cost: Callable[[DTensorSpec, DTensorSpec], float] = torch_costs.redistribute_cost
 _costs: ProcessGroupCache[tuple[DTensorSpec, DTensorSpec], float] = ProcessGroupCache(65536)
 _topology: planner.Topology | None = None
@@ -86,6 +85,9 @@ def _cost_of(current: DTensorSpec, target: DTensorSpec) -> float:
     return cost if planner.communicates(change, shape) else 0.0
 
 
+_bindings = Bindings((stock_redistribute_cost, redistribute_cost))
+
+
 @cache
 def cache_clearer() -> Callable[[], None]:
     """torch's function that clears DTensor's sharding propagation cache. Its module imports dynamo and inductor, which
@@ -96,7 +98,7 @@ def cache_clearer() -> Callable[[], None]:
 
 
 def set_cost_topology(topology: planner.Topology | None) -> None:
-    """Use shardweave's costs on a topology, or torch's for None, in every module of torch that binds the function.
+    """Use shardweave's costs on a topology, or torch's for None, in every module that binds the function.
 
     Clears DTensor's sharding propagation cache of the calling thread, which holds decisions made by other costs.
     """
@@ -106,11 +108,5 @@ def set_cost_topology(topology: planner.Topology | None) -> None:
     clear_cache = cache_clearer()
     _topology = topology
     _costs.clear()
-    before, after = stock_redistribute_cost, redistribute_cost
-    if topology is None:
-        before, after = after, before
-    # torch 2.11, 2.12 and 2.13 bind it in different modules (2.13 in _ops.utils and _utils).
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.distributed.tensor") and vars(module).get(_NAME) is before:
-            setattr(module, _NAME, after)
+    _bindings.bind(stock_redistribute_cost if topology is None else redistribute_cost)
     clear_cache()

@@ -24,7 +24,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Mesh
 from ..executor.dispatch_modes import active_modes, note_decision, why_not_under
-from ..statistics import count_delegation, stats
+from ..statistics import count_delegation, count_in_dynamo
 from . import redistribute_options
 from .constant_when_traced import constant_when_traced
 from .drop_in import SMALL, backend_obstacle, level_of_reason, why_not_plain
@@ -208,16 +208,17 @@ def _forward(original: Callable[..., Any], request: Callable[..., _Collective | 
     """The forward of one of the autograd functions. `names` are those of the arguments between the axis and the dtype
     options; spmd_types keeps each under its name for the backward."""
 
-    def forward(ctx: Any, x: torch.Tensor, axis: dist.ProcessGroup, *args: Any) -> torch.Tensor:
+    # Without gradients Dynamo calls a forward without ctx if it has one parameter less than there are arguments.
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
         if torch.compiler.is_compiling():
             _count_traced()
-            return original(ctx, x, axis, *args)
+            return original(ctx, *args)
+        x, axis, *settings, dtypes = args
         if axis.size() == 1:
-            return original(ctx, x, axis, *args)
-        *settings, dtypes = args
+            return original(ctx, *args)
         out = _carry_out(partial(request, **dict(zip(names, settings, strict=True))), x, axis, dtypes)
         if out is None:
-            return original(ctx, x, axis, *args)
+            return original(ctx, *args)
         ctx.axis, ctx.backward_options, ctx.rank = axis, dtypes.backward_options, axis.rank()
         for name, value in zip(names, settings, strict=True):
             setattr(ctx, name, value)
@@ -280,4 +281,4 @@ def _why_not(request: _Collective, mesh: Mesh, options: RedistributeOptions) -> 
 @constant_when_traced
 def _count_traced() -> None:
     """Count a call while torch.compile traces, without adding anything to the graph."""
-    stats().delegations["torch.compile is tracing"] += 1
+    count_in_dynamo(left_to_torch=True)

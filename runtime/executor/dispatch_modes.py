@@ -83,6 +83,15 @@ def why_not_under(modes: Sequence[Any]) -> str | None:
     return None
 
 
+def traces_into_graph(modes: Sequence[Any]) -> bool | None:
+    """Whether torch traces into a graph under these modes; None if it only finds out about outputs first, as torch's
+    functionalization does with fake tensors."""
+    names = set(map(_name, modes))
+    if "ProxyTorchDispatchMode" in names:
+        return True
+    return None if {"FakeTensorMode", "FunctionalTensorMode"} <= names else False
+
+
 def _name(mode: Any) -> str:
     return type(mode).__name__
 

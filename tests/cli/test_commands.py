@@ -253,6 +253,14 @@ NINES = "9" * 5000
         (["record", "-o", "/no/where.json", __file__], "--out: '/no/where.json' cannot be written"),
         (["record", NINES], "is not a file; allowed: a Python file"),
         (["record", "a\0b"], "is not a file; allowed: a Python file"),
+        *(
+            (["record", "-m", name], "is not a module that can be run; allowed with -m: a module, or a package with")
+            for name in ("no.such.module", "collections", "", ".a", "a..b", "a\0b", "/a", NINES)
+        ),
+        (["record", "--min-bytes", "8", __file__], "--min-bytes: given without --install; allowed: with it"),
+        (["record", "--adapt-fsdp", __file__], "--adapt-fsdp: given without --install; allowed: with it"),
+        (["record", "--install", "--min-bytes", "-8", __file__], "min_bytes: -8; allowed: a number of bytes"),
+        (["record", "--install", "--topology", "no/file", __file__], "--topology: 'no/file' cannot be read: "),
         ([NINES], "invalid choice"),
     ],
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",

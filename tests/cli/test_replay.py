@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from warm_python import run_python
 
+import shardweave
 from shardweave.bench.workloads.trace_cases import distinct
 from shardweave.cli import replay
 from shardweave.cli.replay import Options, check_device
@@ -190,6 +194,97 @@ def test_record_runs_a_script_unchanged(tmp_path: Path) -> None:
     done = command("replay", written)
     assert done.returncode == 0 and "Recorded by rank 2 of 4" in done.stdout
     assert "so the trace is incomplete: rank 2: SystemExit: 3" in done.stdout
+
+
+FAKE = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+x = distribute_tensor(torch.randn(8, 6), init_device_mesh("cpu", (8,)), [Shard(0)], src_data_rank=None)
+x.redistribute(placements=[Shard(1)])
+x.redistribute(placements=[Shard(1)])
+x.redistribute(placements=[Replicate()])
+dist.destroy_process_group()
+"""
+
+PROGRAM = """
+import json, sys
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from . import rows
+
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+for n in (rows, 2):
+    distribute_tensor(torch.randn(n, 2), mesh, [Shard(0), Shard(1)], src_data_rank=None).full_tensor()
+model = torch.nn.Sequential(torch.nn.Linear(3, 5))
+fully_shard(model, mesh=mesh["dp"])
+model(torch.randn(4, 3)).sum().backward()
+layer = torch.nn.Linear(3, 8, bias=False)
+weight = DTensor.from_local(torch.randn(4, 3), mesh["tp"], [_StridedShard(0, split_factor=2)], run_check=False)
+layer.weight = torch.nn.Parameter(weight)
+model.append(layer)
+fully_shard(layer, mesh=mesh["dp"])
+refused = ""
+try:
+    layer(torch.randn(2, 3))
+except Exception as error:
+    refused = str(error)
+with open(f"said_by_{mesh.get_rank()}", "w") as file:
+    json.dump([refused, sys.argv[1:]], file)
+"""
+
+
+def record_as_module(rank: int, folder: str, *options: str) -> tuple[Any, ...]:
+    from shardweave.__main__ import main
+
+    os.chdir(folder)
+    assert main(["record", *options, "-m", "package.program", "-m", "--install"]) == 0
+    refused, arguments = json.loads(Path(f"said_by_{rank}").read_text())
+    assert arguments == ["-m", "--install"]
+    statistics = shardweave.stats()
+    requests = {request.split("  ")[0].strip() for request, _ in statistics.redistributions}
+    return refused, shardweave.is_installed(), dict(statistics.delegations), requests
+
+
+@pytest.mark.multi
+def test_record_runs_a_module_with_options_of_install(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("rows = 64")
+    (tmp_path / "package" / "program.py").write_text(PROGRAM)
+    options = "--install", "--adapt-fsdp", "--min-bytes", "64", "--reduction", "fast"
+    for refused, installed, delegations, requests in run_ranks(record_as_module, 4, str(tmp_path), *options):
+        assert refused.startswith("module: parameter 'weight': it was (")
+        assert installed and delegations == {"smaller than install(min_bytes=)": 1}
+        assert requests == {"S0 S1 → R R", "S0 → R", "Pavg → S0"}  # the last two are FSDP2's
+    # Without options torch carries everything out.
+    for refused, installed, delegations, requests in run_ranks(record_as_module, 4, str(tmp_path)):
+        assert not ("_StridedShard" in refused or installed or delegations or requests)
+    places = {entry.where.split(" ")[0] for entry in Trace.read(tmp_path / "trace.rank0.json").redistributions}
+    assert places == {"program.py:12", "FSDP"}
+
+
+@pytest.mark.plan
+def test_record_and_replay_count_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardweave.__main__ import main
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [])
+    script, trace, out = tmp_path / "script.py", tmp_path / "trace.json", tmp_path / "out.json"
+    script.write_text(FAKE)
+    assert main(["record", "-o", str(trace), str(script)]) == 0
+    assert len(Trace.read(tmp_path / "trace.rank0.json").redistributions) == 3
+    assert ": 2 distinct redistributions of rank 0 of 8\n" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "trace.rank0.json"), "--topology", "nvlink", "--json", str(out)]) == 0
+    assert len(json.loads(out.read_text())["redistributions"]) == 2
 
 
 @pytest.mark.plan

@@ -420,3 +420,10 @@ def test_plan_command_svg(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     folder.mkdir()
     assert main([*request, str(folder)]) == 2
     assert f"--svg: '{folder}' cannot be written" in capsys.readouterr().err
+
+
+def test_notebooks_show_what_can_be_drawn() -> None:
+    program = plan((2,), (4, 4), "float32", "S0", "S1")
+    assert program._repr_svg_() == draw(program)
+    assert plan((2,), (4, 4), "float32", "S0", "S1", rank=0)._repr_svg_() is None
+    assert plan((65,), (65, 4), "float32", "S0", "R")._repr_svg_() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from xml.etree import ElementTree
 
 import pytest
 
@@ -61,3 +62,39 @@ def test_redistributions_beyond_the_limit_share_an_entry(monkeypatch: pytest.Mon
     counts = {text: kind.calls for (text, _), kind in stats.redistributions.items()}
     assert counts == {"request 0": 1, "request 1": 2, "request 2": 1, "others": 4}
     assert sorted(summaries_read) == ["request 0", "request 1", "request 2"]
+
+
+def test_tables() -> None:
+    stats = Statistics()
+    assert str(stats) == "no calls" == stats._repr_html_()
+    for name, calls in (("S0 → R   float32[4096] on 2", 3), ("token dispatch, 8 experts, hidden 64", 12)):
+        kind = stats.kind(
+            name, "shared_memory", lambda name=name: (name, 0, None) if "token" in name else (name, 8192, 0)
+        )  # type: ignore[misc]
+        kind.calls, kind.milliseconds = calls, 10.0 / calls
+    stats.calls["shared_memory"] = 15
+    stats.delegations.update({"a <reason>": 1, "smaller than install(min_bytes=)": 20, "none": 0})
+    stats.transports[0, 1] = "shared_memory: all ranks are on this machine"
+    assert str(stats).splitlines() == [
+        "calls     ms  bytes per call  least  transport      request",
+        "    3  3.333           8 KiB    0 B  shared_memory  S0 → R   float32[4096] on 2",
+        "   12  0.833               -      -  shared_memory  token dispatch, 8 experts, hidden 64",
+        "",
+        "calls  transport",
+        "   15  shared_memory",
+        "",
+        "count  left to torch",
+        "   20  smaller than install(min_bytes=)",
+        "    1  a <reason>",
+        "",
+        "ranks  transport and why",
+        "0, 1   shared_memory: all ranks are on this machine",
+    ]
+    tables = ElementTree.fromstring(f"<div>{stats._repr_html_()}</div>").findall("table")
+    cells = [[[cell.text for cell in row] for row in table.iter("tr")] for table in tables]
+    assert [len(rows) for rows in cells] == [3, 2, 3, 2]
+    assert cells[2] == [
+        ["count", "left to torch"], ["20", "smaller than install(min_bytes=)"], ["1", "a <reason>"],
+    ]  # fmt: skip
+    stats.reset()
+    assert str(stats) == "ranks  transport and why\n0, 1   shared_memory: all ranks are on this machine"

@@ -33,6 +33,7 @@ NAMES = {
     "torch._C._distributed_c10d._register_process_group": "symmetric memory on GPUs: the groups of its windows",
     "torch._C._distributed_c10d._register_work": "results of async_op=True, which wait on first use",
     "torch._C._len_torch_dispatch_stack": "calls under dispatch modes (activation checkpointing, tracing)",
+    "torch._guards.CompileContext.try_get": "stats(): what torch.compile traces is counted once",
     "torch._guards.detect_fake_mode": "the refusal of fake tensors",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "meshes read under a fake tensor mode",
     "torch.autograd.profiler._is_profiler_enabled": "ranges in the profiler",
@@ -41,7 +42,8 @@ NAMES = {
     "torch.distributed.checkpoint.planner_helpers._iterate_state_dict": "checkpoints of shard orders",
     "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather": "adapt_fsdp: the protocol of FSDP2's all-gather",
     "torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter": "adapt_fsdp: that of its reduce-scatter",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group": "traces of FSDP2's collectives",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.lazy_init": "record --adapt-fsdp; and its "
+    "module, traces of FSDP2's collectives",
     "torch.distributed.tensor._collective_utils.redistribute_cost": "install(costs=True)",
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "everything on DTensors",
     "torch.distributed.tensor._dtensor_spec.ShardOrderEntry": "shard orders of DTensors",

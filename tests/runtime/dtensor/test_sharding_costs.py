@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardweave
 from shardweave import NVLINK_INFINIBAND, NVLINK_NODE, ArgumentError, UnsupportedError
 from shardweave.planner import redistribute_cost as cost_on_mesh
-from shardweave.runtime.dtensor.sharding_costs import cache_clearer, stock_redistribute_cost
+from shardweave.runtime.dtensor import sharding_costs
 
 pytestmark = pytest.mark.plan
 
@@ -50,11 +50,11 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 def test_install_without_what_costs_need_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache_clearer.cache_clear()
+    sharding_costs.cache_clearer.cache_clear()
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor.debug", None)  # cannot be imported
     with pytest.raises(ImportError):
         shardweave.install(costs=True)
-    assert not shardweave.is_installed() and torch_costs.redistribute_cost is stock_redistribute_cost
+    assert not shardweave.is_installed() and torch_costs.redistribute_cost is sharding_costs.stock_redistribute_cost
     shardweave.install()
     shardweave.uninstall()
 
@@ -142,10 +142,10 @@ def test_install_costs_binds_every_module(mesh: DeviceMesh) -> None:
     def ours(topology: shardweave.Topology) -> float:
         return cost_on_mesh((2, 4), SHAPE, "float32", "S0 S1", "S1 S0", topology)
 
-    theirs = stock_redistribute_cost(whole, part)
+    theirs = sharding_costs.stock_redistribute_cost(whole, part)
     assert ours(NVLINK_NODE) != ours(NODES_OF_4)
     shardweave.install()
-    assert bound() == [stock_redistribute_cost] * 2
+    assert bound() == [sharding_costs.stock_redistribute_cost] * 2
     for _ in range(2):
         shardweave.install(costs=True)
         assert {ask(whole, part) for ask in bound()} == {ours(NVLINK_NODE)}
@@ -157,11 +157,11 @@ def test_install_costs_binds_every_module(mesh: DeviceMesh) -> None:
         assert {ask(whole, part) for ask in bound()} == {theirs}
     assert {ask(whole, part) for ask in bound()} == {ours(NODES_OF_4)}
     shardweave.install()
-    assert bound() == [stock_redistribute_cost] * 2 and shardweave.is_installed()
+    assert bound() == [sharding_costs.stock_redistribute_cost] * 2 and shardweave.is_installed()
     shardweave.uninstall()
     with shardweave.installed(costs=True, topology=NODES_OF_4):
         assert {ask(whole, part) for ask in bound()} == {ours(NODES_OF_4)}
-    assert bound() == [stock_redistribute_cost] * 2 and not shardweave.is_installed()
+    assert bound() == [sharding_costs.stock_redistribute_cost] * 2 and not shardweave.is_installed()
     for _ in range(2):
         shardweave.uninstall()
     assert not shardweave.stats().delegations
@@ -213,7 +213,10 @@ def test_costs_raise_only_where_torch_does(
     priced = 0
     with shardweave.installed(costs=True, topology=NODES_OF_4):
         for a, b in Random(5).sample(list(product(specs, repeat=2)), PAIRS):
-            theirs, ours = outcome(stock_redistribute_cost, a, b), outcome(torch_costs.redistribute_cost, a, b)
+            theirs, ours = (
+                outcome(sharding_costs.stock_redistribute_cost, a, b),
+                outcome(torch_costs.redistribute_cost, a, b),
+            )
             if isinstance(ours, str):
                 assert ours == theirs, (a, b)
             elif (theirs == 0 and ours != 0) or (theirs == math.inf and ours != math.inf):
@@ -233,7 +236,7 @@ def test_costs_on_meshes_that_torch_refuses(mesh: DeviceMesh) -> None:
     away = spec(elsewhere, Replicate())
     with shardweave.installed(costs=True):
         assert torch_costs.redistribute_cost(a, away) == math.inf
-        assert torch_costs.redistribute_cost(b, away) == stock_redistribute_cost(b, away) == 0
+        assert torch_costs.redistribute_cost(b, away) == sharding_costs.stock_redistribute_cost(b, away) == 0
         near = spec(mesh["tp"], Replicate())
         assert torch_costs.redistribute_cost(a, near) == cost_on_mesh((4,), SHAPE, "float32", "S0", "R")
         # Which links are on the network depends on the ranks of a submesh.

@@ -44,10 +44,9 @@ def program(rank: int, path: str, installed: bool) -> bool:
         functional.embedding(ids, weight).redistribute(placements=(R, R))
         shardweave.redistribute_batch([x.detach()] * 2, [(R, S1), (S0, R)])
     assert shardweave.is_installed() == installed
-    recorded = shardweave.runtime.dtensor.drop_in.redistribute_local_tensor if installed else None
     bound = torch_redistribute.redistribute_local_tensor
-    assert bound is (recorded or shardweave.runtime.dtensor.drop_in.stock_redistribute_local_tensor)
     shardweave.uninstall()
+    assert (bound is not torch_redistribute.redistribute_local_tensor) == installed
     return installed
 
 

@@ -1,0 +1,146 @@
+"""What torch.compile traces is counted once for each redistribution in a graph, and stays in the counters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import shardweave
+
+pytestmark = pytest.mark.plan
+TRACED = "torch.compile is tracing"
+R, S0 = (Replicate(),), (Shard(0),)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    yield
+    shardweave.uninstall()
+    torch._dynamo.reset()
+
+
+def traced(function: Any, *inputs: Any, backward: bool = False, times: int = 1) -> int:
+    """How many redistributions are counted when a function is compiled and called a number of times."""
+    before = shardweave.stats().delegations[TRACED]
+    compiled = torch.compile(function, backend="aot_eager")
+    for _ in range(times):
+        result = compiled(*inputs)
+        if backward:
+            (result.to_local() if isinstance(result, DTensor) else result).sum().backward()
+    return shardweave.stats().delegations[TRACED] - before
+
+
+def there_and_back(x: DTensor, times: int = 3) -> DTensor:
+    for _ in range(times):
+        x = x.redistribute(placements=R).sin().redistribute(placements=S0)
+    return x
+
+
+def broken(x: DTensor) -> DTensor:
+    y = x.redistribute(placements=R).sin()
+    torch._dynamo.graph_break()
+    return y.redistribute(placements=S0)
+
+
+def recomputed(x: DTensor) -> DTensor:
+    return checkpoint(lambda y: there_and_back(y, 1), x, use_reentrant=False)
+
+
+def test_each_redistribution_of_a_graph_is_counted_once(mesh: DeviceMesh) -> None:
+    shardweave.install()
+    x = distribute_tensor(torch.randn(8, 4), mesh, S0, src_data_rank=None)
+    w = distribute_tensor(torch.randn(8, 4), mesh, S0, src_data_rank=None).requires_grad_()
+    assert traced(there_and_back, x, times=2) == 6
+    assert traced(there_and_back, w, backward=True, times=2) == 12
+    assert traced(lambda a, b: (a + b.redistribute(placements=R)).sin(), x, w, backward=True) == 2  # one implicit
+    assert traced(broken, w, backward=True) == 4
+    assert traced(recomputed, w, backward=True) == 4
+
+
+def test_reset_keeps_what_is_in_graphs(mesh: DeviceMesh) -> None:
+    shardweave.install()
+    stats = shardweave.stats()
+    x = distribute_tensor(torch.randn(8, 4), mesh, S0, src_data_rank=None)
+    compiled = torch.compile(there_and_back, backend="aot_eager")
+    before = stats.delegations[TRACED]
+    compiled(x)
+    x.redistribute(placements=R)
+    assert stats.delegations["process group backend 'fake'"]
+    for _ in range(2):
+        stats.reset()
+        compiled(x)
+        assert stats.delegations == {TRACED: before + 6}
+        assert "torch.compile is tracing" in str(stats)
+    assert traced(broken, x) == 2  # counted on
+    stats.reset()
+    assert stats.delegations == {TRACED: before + 8}
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_own_function_with_graph_breaks(mesh: DeviceMesh, installed: bool) -> None:
+    def function(x: DTensor) -> DTensor:
+        y = shardweave.redistribute(x, R, reduction="ordered").sin()
+        torch._dynamo.graph_break()
+        return shardweave.redistribute(y, S0)
+
+    if installed:
+        shardweave.install()
+    ignored = shardweave.stats().ignored
+    before = ignored["reduction"]
+    assert traced(function, distribute_tensor(torch.randn(8, 4), mesh, S0, src_data_rank=None)) == 2
+    assert ignored["reduction"] == before + 1
+    shardweave.stats().reset()
+    assert ignored["reduction"] == before + 1
+
+
+@pytest.mark.skipif(find_spec("spmd_types") is None, reason="spmd_types is not installed")
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, to spmd_types
+def test_collectives_of_spmd_types(mesh: DeviceMesh) -> None:
+    import spmd_types as spmd
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = spmd.redistribute(x.sin(), dist.group.WORLD, src=spmd.P, dst=spmd.S(0))
+        return spmd.redistribute(y.cos(), dist.group.WORLD, src=spmd.S(0), dst=spmd.R)
+
+    shardweave.install(spmd_types=True)
+    assert traced(function, torch.randn(4, 3)) == 2
+
+
+CACHED = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import shardweave
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+x = distribute_tensor(torch.randn(8, 4), init_device_mesh("cpu", (4,)), [Shard(0)]).requires_grad_()
+shardweave.install()
+torch.compile(lambda x: x.redistribute(placements=[Replicate()]).sin())(x).to_local().sum().backward()
+print(shardweave.stats().delegations["torch.compile is tracing"])
+"""
+
+
+@pytest.mark.long
+def test_forward_of_a_graph_from_torchs_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counts = [subprocess.run([sys.executable, "-c", CACHED], capture_output=True, text=True) for _ in range(2)]
+    assert [run.stdout for run in counts] == ["2\n", "1\n"], counts
