@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _is_view_op
-from torch.utils._pytree import tree_map_only
 
 from ...errors import TransportError
 from .. import flight_recorder
@@ -61,8 +60,10 @@ class AsyncResult(AsyncCollectiveTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(x := args[0], AsyncResult) and _is_view_op(func):
-            views = func(x._memory, *args[1:], **(kwargs or {}))
-            return tree_map_only(torch.Tensor, lambda view: AsyncResult(view, x._run), views)
+            out = func(x._memory, *args[1:], **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                return AsyncResult(out, x._run)
+            return [AsyncResult(view, x._run) for view in out]
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
