@@ -58,7 +58,7 @@ class AsyncResult(AsyncCollectiveTensor):
         return self.elem.__reduce_ex__(protocol)  # a plain tensor wherever it is loaded
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if args and isinstance(x := args[0], AsyncResult) and _is_view_op(func):
             out = func(x._memory, *args[1:], **(kwargs or {}))
             if isinstance(out, torch.Tensor):

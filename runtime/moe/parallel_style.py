@@ -138,7 +138,7 @@ class _ExpertForward:
         if self._replicated_over is not None:
             x, ids, weights = (share_of_tokens(i, self._replicated_over) for i in inputs)
         routed = self._dispatcher.dispatch(x, ids, weights)
-        given = [routed.x, routed.offsets]
+        given: list[torch.Tensor | None] = [routed.x, routed.offsets]
         if self._lends:
             given.append(None if torch.is_grad_enabled() else routed.output_buffer())
         with routed.kept():

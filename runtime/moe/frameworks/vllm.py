@@ -64,7 +64,7 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
 
     `prepare_async` and `finalize_async` exchange before they return: what they return only hands over the result, so
     `supports_async` is False, and vLLM runs shared experts before or after. One microbatch of each thread may be in
-    flight, as with vLLM's dual batch overlap.
+    flight.
 
     Args:
         group: the process group of expert parallelism, on which tensors of `device` can travel; or None for the default
