@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
-from .parsing import TOPOLOGIES, topology, whole_number
+from .parsing import TOPOLOGIES, number_of_bytes, topology
 
 HELP = "run a script or module and record the redistributions of its DTensors"
 _WITH_INSTALL = ("costs", "topology", "reduction", "min_bytes", "spmd_types", "adapt_fsdp")
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--reduction", choices=("ordered", "fast"), help="fast: backends may reduce (default: ordered)"
     )
-    options.add_argument("--min-bytes", type=whole_number, metavar="N", help="leave smaller tensors to torch")
+    options.add_argument("--min-bytes", type=number_of_bytes, metavar="BYTES", help="leave smaller tensors to torch")
     options.add_argument("--spmd-types", action="store_true", help="also run the collectives of spmd_types")
     options.add_argument(
         "--adapt-fsdp", action="store_true", help="also run the collectives of all modules sharded with FSDP2"

@@ -81,7 +81,7 @@ def redistribute_local_tensor(
     if (recorder := observer.current) is not None:
         recorder.note(local_tensor.dtype, current_spec, target_spec)
     x = local_tensor
-    if type(x) is AsyncCollectiveTensor:
+    if isinstance(x, AsyncCollectiveTensor):
         x = x.wait()
     options = redistribute_options.default
     under_modes = bool(_count_dispatch_modes())

@@ -272,7 +272,7 @@ def _check(
 ) -> None:
     """Validate the arguments, before anything is communicated."""
     for name, x in (shard, whole):
-        if type(x) not in (*PLAIN_TENSORS, AsyncCollectiveTensor):
+        if type(x) not in PLAIN_TENSORS and not isinstance(x, AsyncCollectiveTensor):
             raise ArgumentError(f"{name}: a {type(x).__name__}; allowed: a torch.Tensor")
         if (obstacle := why_no_data(x)) is not None:
             raise ArgumentError(f"{name}: {obstacle}; allowed: a strided tensor with data")
@@ -285,7 +285,7 @@ def _check(
             f"{all_.device} among {size} ranks; allowed: one {size} times as large as the other, of the same dtype "
             f"and device"
         )
-    if type(output) is AsyncCollectiveTensor or overlaps_itself(output):
+    if isinstance(output, AsyncCollectiveTensor) or overlaps_itself(output):
         raise ArgumentError(
             f"output_tensor: a {type(output).__name__} of {list(output.shape)} with strides {list(output.stride())}; "
             "allowed: no two elements in the same memory"

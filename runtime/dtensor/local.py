@@ -352,7 +352,7 @@ def plain_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     Raises:
         UnsupportedError: the local tensor is of another type than `torch.Tensor` and `Parameter`.
     """
-    if type(local) is AsyncCollectiveTensor:
+    if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     if type(local) not in PLAIN_TENSORS:
         raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a torch.Tensor")

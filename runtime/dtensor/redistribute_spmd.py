@@ -190,7 +190,7 @@ class _RedistributeSpmd(torch.autograd.Function):
 
 
 def _check(x: Any, mesh: Any, forward_dtype: Any, backward_dtype: Any) -> None:
-    if type(x) not in (*PLAIN_TENSORS, AsyncCollectiveTensor):
+    if type(x) not in PLAIN_TENSORS and not isinstance(x, AsyncCollectiveTensor):
         if isinstance(x, torch.Tensor):
             raise UnsupportedError(f"x: a {type(x).__name__}; allowed: a torch.Tensor")
         raise ArgumentError(f"x: {shown(x)}; allowed: a torch.Tensor")

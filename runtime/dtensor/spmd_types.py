@@ -235,7 +235,7 @@ def _carry_out(
 ) -> torch.Tensor | None:
     """The result of a collective in its communication dtype; None where spmd_types carries it out, which is counted."""
     options = redistribute_options.default
-    if type(x) is AsyncCollectiveTensor:
+    if isinstance(x, AsyncCollectiveTensor):
         x = x.wait()
     request: _Collective | str | None = None
     reason = why_not_plain(x)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, _is_view_op
 
-from ...errors import UnsupportedError
+from ...errors import TransportError
 from .. import flight_recorder
 from ..statistics import Redistribution
 from ..transports.process_group import ProcessGroupTransport
@@ -25,15 +22,57 @@ from .run import ResumedCall
 HostTransport = SharedMemoryTransport | ProcessGroupTransport | AnyHierarchical
 """A transport whose requests are started and finished by the host."""
 
-_register_work: Any = torch._C._distributed_c10d._register_work  # type: ignore[attr-defined]
+
+class AsyncResult(AsyncCollectiveTensor):
+    """The output of an asynchronous run, or a view of it. Whoever reads `elem` waits for the run first; torch reads its
+    values by that attribute only, whether eagerly or in a compiled function.
+
+    torch's own class waits by `wait_tensor`, which forgets the work when the wait begins: meanwhile another thread
+    finds none and reads memory that is not written.
+    """
+
+    _memory: torch.Tensor
+    _run: AsyncRun
+
+    @staticmethod
+    def __new__(cls, output: torch.Tensor, run: AsyncRun) -> AsyncResult:
+        result: AsyncResult = super().__new__(cls, output)  # type: ignore[assignment]
+        result._run = run
+        return result
+
+    @property
+    def elem(self) -> torch.Tensor:  # type: ignore[override]
+        """The output, complete on the current stream.
+
+        Raises:
+            TransportError: a peer failed, timed out or made a different request.
+        """
+        self._run.wait(self._memory)
+        return self._memory
+
+    @elem.setter
+    def elem(self, output: torch.Tensor) -> None:
+        self._memory = output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.elem.__reduce_ex__(protocol)  # a plain tensor wherever it is loaded
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if args and isinstance(x := args[0], AsyncResult) and _is_view_op(func):
+            out = func(x._memory, *args[1:], **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                return AsyncResult(out, x._run)
+            return [AsyncResult(view, x._run) for view in out]
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 class AsyncRun:
     """A run whose last exchange has started: peers have been notified but not awaited.
 
     It is finished by the first use of the output or by the transport's next call, so that all ranks finish it at the
-    same place in their sequence of exchanges. On a GPU it continues on the stream on which it started, and a stream
-    that uses the output waits for that one.
+    same place in their sequence of exchanges; other threads that use the output wait until it is. On a GPU it continues
+    on the stream on which it started, and each stream that uses the output waits for that one.
 
     Args:
         complete: waits for the peers and returns the result of the last request.
@@ -44,6 +83,7 @@ class AsyncRun:
 
     record: flight_recorder.Record | None = None
     _error: BaseException | None = None
+    _finished = False
 
     def __init__(
         self,
@@ -51,28 +91,25 @@ class AsyncRun:
         transport: HostTransport,
         complete: Callable[[], Any],
         statistics: Redistribution,
-        output: torch.Tensor,
+        device: torch.device,
     ) -> None:
         self._run, self._statistics = run, statistics
         self._transport: HostTransport | None = transport
         self._complete: Callable[[], Any] | None = complete
-        self._output = weakref.ref(output)  # an output that is gone needs no wait
-        self._lock = transport.rendezvous.lock
+        self._rank, self._lock = transport.rank, transport.rendezvous.lock
         self._call = transport.rendezvous.calls.current
-        self._stream = current_stream(output.device)
+        self._stream = current_stream(device)
         self._done: torch.cuda.Event | None = None
 
-    def as_tensor(self, output: torch.Tensor) -> AsyncCollectiveTensor:
-        """Wrap `output` in a tensor that waits for this run on first use."""
-        self._work = _AsyncWork(self, output)
-        _register_work(output, self._work)
-        return AsyncCollectiveTensor(output)
+    def wait(self, output: torch.Tensor) -> None:
+        """Finish the run, and make the current stream wait for it, on which `output` or a view of it is used.
 
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "a tensor that is saved is the output of a call with async_op=True that nothing has waited for; allowed: "
-            "after its first use"
-        )
+        Raises:
+            TransportError: a peer failed, timed out or made a different request.
+        """
+        if not self._finished:
+            self.finish()
+        self._join(output)
 
     def finish(self) -> None:
         """Finish the run. Further calls do nothing, or raise the same error. May be called on any thread.
@@ -83,12 +120,17 @@ class AsyncRun:
         with self._lock:  # another thread may be finishing it
             if self._error is not None:
                 raise self._error
-            self._finish()
+            if not self._finished:
+                self._finish()
+                self._finished = True
 
     def _finish(self) -> None:
         transport, run = self._transport, self._run
-        if run is None or transport is None:
-            return
+        if transport is None:  # as in a signal handler: the lock does not keep out the thread that holds it
+            raise TransportError(
+                f"rank {self._rank}: the result of {self._call} is used within the wait for it, on the same thread; "
+                "allowed: after it has returned"
+            )
         complete: Any = self._complete
         rendezvous, current_call = transport.rendezvous, transport.rendezvous.calls.current
         # Release the transport first: nothing keeps it alive if no one ever waits.
@@ -112,10 +154,8 @@ class AsyncRun:
         finally:
             rendezvous.calls.current = current_call
 
-    def join(self) -> None:
-        """Make the current stream wait for a finished run."""
-        output = self._output()
-        if self._done is None or self._stream is None or output is None:
+    def _join(self, output: torch.Tensor) -> None:
+        if self._done is None or self._stream is None:
             return
         current = torch.cuda.current_stream(output.device)
         if current != self._stream:
@@ -124,43 +164,16 @@ class AsyncRun:
 
 
 class SideStreamRun(AsyncRun):
-    """A run that is enqueued on a stream of its own; `join` makes the current stream wait for it."""
+    """A run that is enqueued on a stream of its own, for whose end `join` makes the current stream wait."""
 
-    def __init__(self, transport: AnyTransport, join: Callable[[], None]) -> None:
-        self._any_transport: AnyTransport | None = transport
-        self._lock, self._join = transport.rendezvous.lock, join
+    def __init__(self, transport: AnyTransport, join: Callable[[torch.Tensor | None], None]) -> None:
+        self._any_transport = transport
+        self._lock, self._join_side = transport.rendezvous.lock, join
 
     def _finish(self) -> None:
-        transport, self._any_transport = self._any_transport, None
-        if transport is not None and transport.pending is self:
-            transport.pending = None
-            self._join()
+        if self._any_transport.pending is self:
+            self._any_transport.pending = None
+            self._join_side(None)
 
-    def join(self) -> None:
-        self._join()  # the output may be used on another stream than that of the next call
-
-
-class _AsyncWork(dist.Work):
-    """The work that `wait_tensor` waits for, for the output of an asynchronous run.
-
-    torch never releases such a work, so it holds only weak references: the output holds the run, which holds this.
-    """
-
-    def __init__(self, run: AsyncRun, output: torch.Tensor) -> None:
-        super().__init__()
-        self._run, self._output = weakref.ref(run), weakref.ref(output)
-        output._shardweave_pending = run  # type: ignore[attr-defined]
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        run, output = self._run(), self._output()
-        if run is None or output is None:
-            return True  # the output is gone
-        try:
-            run.finish()
-            run.join()
-        except BaseException:
-            # torch removes a work when it begins to wait: register it again, so that the next use raises as well.
-            _register_work(output, self)
-            raise
-        output.__dict__.pop("_shardweave_pending", None)
-        return True
+    def _join(self, output: torch.Tensor) -> None:
+        self._join_side(output)  # it may be used on another stream than that of the next call

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, TransportError, UnsupportedError
@@ -25,7 +24,7 @@ from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport, current_transports, why_not_backend
 from ..transports.streams import order_on
 from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
-from .async_work import AsyncRun, HostTransport, SideStreamRun
+from .async_work import AsyncResult, AsyncRun, HostTransport, SideStreamRun
 from .batch import BoundBatch
 from .bind import BoundProgram
 from .dispatch_modes import below_modes
@@ -75,7 +74,7 @@ class Call:
 
     def __call__(self, x: Any, async_op: bool = False) -> Any:
         """Run on `x` and return the output: with `async_op`, if the last exchange can be awaited later, an
-        `AsyncCollectiveTensor` that waits for it on first use. Waits for calls of other threads.
+        `AsyncResult` that waits for it on first use. Waits for calls of other threads.
 
         Raises:
             MeetingTimeoutError: a peer did not begin the call in time.
@@ -113,9 +112,9 @@ class Call:
                 if self.order is not None:
                     self.order.moved_to(transport.side.stream)
         transport.pending = SideStreamRun(transport, join)
-        return transport.pending.as_tensor(out)
+        return AsyncResult(out, transport.pending)
 
-    def _start(self, run: Run, transport: HostTransport) -> torch.Tensor | AsyncCollectiveTensor:
+    def _start(self, run: Run, transport: HostTransport) -> torch.Tensor:
         """Run up to the last exchange and start it. Returns the output itself if there is no exchange."""
         try:
             with call_range("shardweave::begin") if wants_ranges() else nullcontext():
@@ -125,10 +124,10 @@ class Call:
                 output, complete = request.output, transport.begin(request)
         except StopIteration as end:
             return end.value
-        transport.pending = AsyncRun(run, transport, complete, self.statistics, output)
+        transport.pending = AsyncRun(run, transport, complete, self.statistics, output.device)
         if flight_recorder.current is not None:
             transport.pending.record = flight_recorder.current.suspend()
-        return transport.pending.as_tensor(output)
+        return AsyncResult(output, transport.pending)
 
 
 def refuse(

@@ -286,13 +286,13 @@ def in_memory(*groups: Sequence[Any]) -> Sequence[Sequence[Any]]:
     in the tensor that it waits for; one with the negative bit is copied."""
     for tensors in groups:
         for x in tensors:
-            if x is not None and (type(x) is AsyncCollectiveTensor or x.is_neg()):
+            if x is not None and (isinstance(x, AsyncCollectiveTensor) or x.is_neg()):
                 return [[_resolved(x) for x in tensors] for tensors in groups]
     return groups
 
 
 def _resolved(x: torch.Tensor | None) -> torch.Tensor | None:
-    if type(x) is AsyncCollectiveTensor:
+    if isinstance(x, AsyncCollectiveTensor):
         x = x.wait()
     return None if x is None else x.resolve_neg()
 

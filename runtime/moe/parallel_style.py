@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,6 @@ from ..transports.choose_transport import TransportName
 from .config import OF_ROWS, takes_settings
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards
-from .routed import RoutedTokens
 from .shares import share_of_tokens, whole_of_shares
 
 if TYPE_CHECKING:
@@ -106,14 +105,11 @@ class ExpertParallel(ParallelStyle):
             **settings,
         )
         lends = [*inspect.signature(module.forward).parameters][2:3] == ["out"]
-        flow = _Flow(dispatcher, self._replicated_over, lends)
         module.token_dispatcher = dispatcher  # type: ignore[assignment]
-        # The hooks' results replace inputs and outputs, which the annotations of distribute_module do not allow.
-        dispatch: Any = flow.dispatch
-        combine: Any = flow.combine
-        # Before combine, which saves tensors of its own; also if forward raises.
-        module.register_forward_hook(flow.leave, always_call=True)
-        return distribute_module(module, device_mesh, _shard, dispatch, combine)
+        # Hooks would have to keep the dispatch of a call on the module, where a call of another thread replaces it.
+        forward: Any = _ExpertForward(module.forward, dispatcher, self._replicated_over, lends)
+        module.forward = forward
+        return distribute_module(module, device_mesh, _shard)
 
 
 def _shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -122,37 +118,31 @@ def _shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
 
-class _Flow:
-    """The forward hooks of one module; holds the dispatch between them."""
+class _ExpertForward:
+    """The forward of a parallelized module: its own, `experts`, between a dispatch and a combine."""
 
-    def __init__(self, dispatcher: TokenDispatcher, replicated_over: DeviceMesh | None, lends: bool) -> None:
-        self._dispatcher, self._replicated_over, self._lends = dispatcher, replicated_over, lends
-        self._tokens = 0
-        self._routed: RoutedTokens | None = None
-        self._kept: AbstractContextManager[Any] = nullcontext()
+    def __init__(
+        self,
+        experts: Callable[..., torch.Tensor],
+        dispatcher: TokenDispatcher,
+        replicated_over: DeviceMesh | None,
+        lends: bool,
+    ) -> None:
+        self._experts, self._dispatcher = experts, dispatcher
+        self._replicated_over, self._lends = replicated_over, lends
 
-    def dispatch(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    def __call__(self, *inputs: Any) -> torch.Tensor:
         if len(inputs) != 3 or any(isinstance(i, DTensor) for i in inputs):
             kinds = ", ".join(type(i).__name__ for i in inputs)
             raise ArgumentError(f"inputs: ({kinds}); allowed: x, topk_ids and topk_weights, local tensors")
         x, ids, weights = inputs
         if self._replicated_over is not None:
-            self._tokens = len(x)
-            x, ids, weights = (share_of_tokens(i, self._replicated_over) for i in (x, ids, weights))
-        self._routed = self._dispatcher.dispatch(x, ids, weights)
-        self._kept = self._routed.kept()
-        self._kept.__enter__()
-        given = self._routed.x, self._routed.offsets
-        if not self._lends:
-            return given
-        return *given, None if torch.is_grad_enabled() else self._routed.output_buffer()
-
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        kept, self._kept = self._kept, nullcontext()
-        kept.__exit__(None, None, None)
-
-    def combine(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        routed, self._routed = self._routed, None
-        assert routed is not None
+            x, ids, weights = (share_of_tokens(i, self._replicated_over) for i in inputs)
+        routed = self._dispatcher.dispatch(x, ids, weights)
+        given: list[torch.Tensor | None] = [routed.x, routed.offsets]
+        if self._lends:
+            given.append(None if torch.is_grad_enabled() else routed.output_buffer())
+        with routed.kept():
+            output = self._experts(*given)
         y = self._dispatcher.combine(output, routed)
-        return y if self._replicated_over is None else whole_of_shares(y, self._replicated_over, self._tokens)
+        return y if self._replicated_over is None else whole_of_shares(y, self._replicated_over, len(inputs[0]))

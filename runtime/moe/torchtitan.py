@@ -13,6 +13,7 @@ Set it on torchtitan's command line, in the config of a layer, or on a built lay
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from ...errors import ArgumentError, shown
 from ...kernels import PAYLOADS
 from ...planner import Splits
 from ..convert_specs import name_of
+from ..executor.call import binding
 from ..transports.choose_transport import TransportName
 from .config import DispatchConfig, OverflowPolicy, SavedRows
 from .dispatcher import TokenDispatcher
@@ -204,7 +206,8 @@ class TorchtitanDispatcher(_Base):
         """
         del num_local_tokens_per_expert_E
         if self.dispatcher is None:
-            self.dispatcher = self._of_first_dispatch(x_TD)
+            with nullcontext() if self.ep_mesh is None else binding():  # not on two threads
+                self.dispatcher = self.dispatcher or self._of_first_dispatch(x_TD)
         dispatcher = self.dispatcher
         if isinstance(dispatcher, TokenDispatcher):
             routed = dispatcher.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK)

@@ -194,11 +194,11 @@ def check_writable(name: str, out: torch.Tensor, others: Mapping[str, torch.Tens
     """
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError(f"{name}: made in inference mode; allowed outside of it: a tensor made outside of it")
-    if type(out) is AsyncCollectiveTensor or out.is_neg():
-        kind = "an AsyncCollectiveTensor" if type(out) is AsyncCollectiveTensor else "with the negative bit"
+    if isinstance(out, AsyncCollectiveTensor) or out.is_neg():
+        kind = "an AsyncCollectiveTensor" if isinstance(out, AsyncCollectiveTensor) else "with the negative bit"
         raise ArgumentError(f"{name}: {kind}; allowed: a tensor whose memory holds its values")
     for other, tensor in others.items():
-        if ranges_overlap(out, tensor.elem if type(tensor) is AsyncCollectiveTensor else tensor):
+        if ranges_overlap(out, tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor):
             raise ArgumentError(f"{name}: overlaps the memory of {other}; allowed: memory of its own")
 
 
@@ -220,7 +220,7 @@ def check_memory(name: str, x: torch.Tensor) -> None:
     Raises:
         ArgumentError: the tensor is made of others.
     """
-    if type(x) is not AsyncCollectiveTensor and hasattr(type(x), "__tensor_flatten__"):
+    if not isinstance(x, AsyncCollectiveTensor) and hasattr(type(x), "__tensor_flatten__"):
         raise ArgumentError(f"{name}: a {type(x).__name__}, without memory of its own; allowed: a torch.Tensor")
 
 

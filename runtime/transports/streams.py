@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -91,11 +90,13 @@ class SideStream:
         self._on_device = device.type != "cpu"
         self.stream = self._module.Stream(device) if self._on_device else self._module.Stream()
 
-    def run(self, x: torch.Tensor, call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+    def run(
+        self, x: torch.Tensor, call: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor | None], None]]:
         """Run `call`, which reads `x`, on the side stream. Returns its output, and a function that makes the current
-        stream wait for it."""
+        stream wait for it; its argument is the output or a view of it, if that stream uses it."""
         out, done = self._run([x], call)
-        return out, partial(self._join, weakref.ref(out), done)  # an output that is gone needs no wait
+        return out, partial(self._join, done)
 
     def start(self, given: Iterable[torch.Tensor], call: Callable[[], T]) -> Callable[[], T]:
         """Run `call`, which uses the tensors `given`, on the side stream. Returns a function that makes the current
@@ -126,8 +127,8 @@ class SideStream:
             current.wait_stream(self.stream)
             raise
 
-    def _join(self, out: weakref.ref[torch.Tensor], done: Any) -> None:
+    def _join(self, done: Any, out: torch.Tensor | None) -> None:
         current = self._module.current_stream(self._device)
         current.wait_event(done)
-        if self._on_device and (tensor := out()) is not None:
-            tensor.record_stream(current)
+        if self._on_device and out is not None:
+            out.record_stream(current)

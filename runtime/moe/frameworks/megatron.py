@@ -5,6 +5,8 @@ Where megatron-core is installed, a subclass of its MoETokenDispatcher; else a c
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ....errors import ArgumentError, UnsupportedError, shown
+from ...executor.call import binding
 from ...transports.choose_transport import TransportName
 from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
@@ -45,6 +48,23 @@ else:
         _Base = _Unregistered
 
 
+@dataclass
+class _Pass:
+    """What one forward pass of a layer keeps from one method to the next, which Megatron gives tensors only.
+
+    Attributes:
+        next_input: the tensor that the next method gets, or one on its memory.
+        shape: of the tokens.
+        ids: [T, K], until they are dispatched.
+        routed: once they are, until they are combined.
+    """
+
+    next_input: torch.Tensor
+    shape: torch.Size
+    ids: torch.Tensor | None = None
+    routed: RoutedTokens | None = None
+
+
 class MegatronDispatcher(_Base):
     """Dispatch and combine for Megatron-core's MoELayer, with gradients of tokens and probabilities.
 
@@ -52,6 +72,9 @@ class MegatronDispatcher(_Base):
     themselves, as Megatron's experts do. With expert tensor parallelism each token goes to all shards of its experts,
     and the sum over shards is part of combine. One host read of the counts for each dispatch, which Megatron's experts
     would make otherwise: they take counts as a list.
+
+    Each thread may be in a forward pass of its own: the methods of one pass are called on one thread, and those of
+    another pass of this thread before or after them.
 
     Args:
         num_local_experts, local_expert_indices, config, pg_collection: as for Megatron's dispatchers. A token has at
@@ -90,9 +113,7 @@ class MegatronDispatcher(_Base):
         self._max_tokens, self._device, self._transport = max_tokens, device, transport
         self._settings = settings
         self.dispatcher: TokenDispatcher | None = None
-        self._shape = torch.Size()
-        self._ids: torch.Tensor | None = None
-        self._routed: RoutedTokens | None = None
+        self._of_thread = threading.local()
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Refuse shared experts that run beside communication; MoELayer calls this with moe_shared_expert_overlap.
@@ -112,7 +133,7 @@ class MegatronDispatcher(_Base):
             routing_map: bool [T, E], the experts of each token.
             probs: floats [T, E].
         """
-        self._shape = hidden_states.shape
+        shape = hidden_states.shape
         experts = self.num_local_experts * self.ep_size
         if routing_map.shape != probs.shape or routing_map.shape[-1] != experts:
             raise ArgumentError(
@@ -128,58 +149,99 @@ class MegatronDispatcher(_Base):
         first = ids // local * (local * self.tp_size) + ids % local
         shards = torch.arange(self.tp_size, device=ids.device) * local
         ids = torch.where(chosen, first, -1)[:, :, None]
-        self._ids = torch.where(ids >= 0, ids + shards, -1).flatten(1)
+        ids = torch.where(ids >= 0, ids + shards, -1).flatten(1)
         weights = weights[:, :, None].expand(-1, -1, self.tp_size).flatten(1)
-        return hidden_states.reshape(-1, self._shape[-1]), weights
+        self._of_thread.forward = _Pass(weights, shape, ids)
+        return hidden_states.reshape(-1, shape[-1]), weights
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send tokens to the ranks of their experts; return the received rows, [R, H], and their probabilities, [R].
 
         Raises:
+            ArgumentError: `probs` is not that of this thread's last `dispatch_preprocess`.
             ArgumentError, CapacityError, TransportError: as for `TokenDispatcher.dispatch`.
         """
-        if self._ids is None:
-            raise ArgumentError("token_dispatch: called first; allowed: after dispatch_preprocess")
-        if self.dispatcher is None:
-            self.dispatcher = self._of_first_call(hidden_states)
-        self._routed = self.dispatcher.dispatch(hidden_states, self._ids, probs)
-        self._ids = None
-        return self._routed.x, self._routed.weights
+        forward = self._forward("token_dispatch: probs", probs, "dispatch_preprocess")
+        assert forward.ids is not None
+        routed = self._made_for(hidden_states).dispatch(hidden_states, forward.ids, probs)
+        self._of_thread.forward = _Pass(routed.x, forward.shape, routed=routed)
+        return routed.x, routed.weights
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the rows of tokens, [N, H], the rows of each expert, int64 [E_local] on the host, and [N]
-        probabilities."""
-        counts = self._last().padded_counts.cpu()
+        probabilities.
+
+        Raises:
+            ArgumentError: `hidden_states` are not those of this thread's last `token_dispatch`.
+        """
+        routed = self._forward("dispatch_postprocess: hidden_states", hidden_states, "token_dispatch").routed
+        assert routed is not None
+        counts = routed.padded_counts.cpu()
         rows = int(counts.sum())
         return hidden_states[:rows], counts, probs[:rows]
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the experts' output, [N, H], in memory of the dispatcher, [R, H]."""
-        routed = self._last()
-        return _InBuffer.apply(hidden_states.to(routed.x.dtype), routed)
+        """Return the experts' output, [N, H], in memory of the dispatcher, [R, H].
+
+        Raises:
+            ArgumentError: this thread has dispatched nothing since its last `token_combine`.
+        """
+        forward: _Pass | None = getattr(self._of_thread, "forward", None)
+        if forward is None or forward.routed is None:
+            raise ArgumentError(
+                "combine_preprocess: nothing has been dispatched; allowed: after token_dispatch, on the same thread"
+            )
+        forward.next_input = _InBuffer.apply(hidden_states.to(forward.routed.x.dtype), forward.routed)
+        return forward.next_input
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's rows, [T, H].
 
         Raises:
+            ArgumentError: `hidden_states` are not those of this thread's last `combine_preprocess`.
             ArgumentError, TransportError: as for `TokenDispatcher.combine`.
         """
-        routed, self._routed = self._last(), None
-        assert self.dispatcher is not None
-        return self.dispatcher.combine(hidden_states, routed, weighted=False)
+        forward = self._forward("token_combine: hidden_states", hidden_states, "combine_preprocess")
+        assert self.dispatcher is not None and forward.routed is not None
+        sums = self.dispatcher.combine(hidden_states, forward.routed, weighted=False)
+        self._of_thread.forward = _Pass(sums, forward.shape)
+        return sums
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the sums in the shape that `dispatch_preprocess` got."""
-        return hidden_states.view(self._shape)
+        """Return the sums in the shape that `dispatch_preprocess` got.
 
-    def _last(self) -> RoutedTokens:
-        if self._routed is None:
-            raise ArgumentError("nothing has been dispatched; allowed: after token_dispatch")
-        return self._routed
+        Raises:
+            ArgumentError: `hidden_states` are not those of this thread's last `token_combine`.
+        """
+        shape = self._forward("combine_postprocess: hidden_states", hidden_states, "token_combine").shape
+        self._of_thread.forward = None
+        return hidden_states.view(shape)
 
-    def _of_first_call(self, x: torch.Tensor) -> TokenDispatcher:
+    def _forward(self, what: str, given: torch.Tensor, before: str) -> _Pass:
+        """Return this thread's pass, whose next method is given a tensor.
+
+        Raises:
+            ArgumentError: the pass that the tensor belongs to is another one: of another thread, or one that a later
+                pass of this thread has replaced.
+        """
+        forward: _Pass | None = getattr(self._of_thread, "forward", None)
+        if forward is None or forward.next_input.data_ptr() != given.data_ptr():
+            raise ArgumentError(
+                f"{what}: not of this thread's last {before}; allowed: after {before}, one forward pass of a thread "
+                "after the other"
+            )
+        return forward
+
+    def _made_for(self, x: torch.Tensor) -> TokenDispatcher:
+        """Return the dispatcher, which the first call makes."""
+        if self.dispatcher is None:
+            with binding():  # not on two threads
+                self.dispatcher = self.dispatcher or self._new(x)
+        return self.dispatcher
+
+    def _new(self, x: torch.Tensor) -> TokenDispatcher:
         settings: dict[str, Any] = {
             **self._settings,
             "num_experts": self.num_local_experts * self.ep_size * self.tp_size,

@@ -5,6 +5,7 @@ Where vLLM is installed, a subclass of its FusedMoEPrepareAndFinalizeModular; el
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +18,6 @@ from ....errors import ArgumentError, UnsupportedError
 from ...transports.choose_transport import TransportName
 from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
-from ..routed import RoutedTokens
 
 
 class _Unregistered:
@@ -64,7 +64,8 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
     `max_num_tokens`; the experts of a token must be distinct.
 
     `prepare_async` and `finalize_async` exchange before they return: what they return only hands over the result, so
-    `supports_async` is False, and vLLM runs shared experts before or after. One microbatch may be in flight.
+    `supports_async` is False, and vLLM runs shared experts before or after. One microbatch of each thread may be in
+    flight.
 
     Args:
         group: the process group of expert parallelism, on which tensors of `device` can travel; or None for the default
@@ -112,7 +113,8 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
             "layout": "batched",
         }
         self.dispatcher = TokenDispatcher(group, device=device, transport=transport, **of_layer)
-        self._routed: RoutedTokens | None = None
+        self._of_thread = threading.local()
+        """`prepared`: the result of the thread's last dispatch until its combine, and its topk_weights."""
 
     @property
     def activation_format(self) -> Any:
@@ -181,7 +183,8 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
                     f"apply_router_weight_on_input: True with top_k {config.top_k}; allowed: top_k 1"
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
-        routed = self._routed = self.dispatcher.dispatch(a1, topk_ids, topk_weights)
+        routed = self.dispatcher.dispatch(a1, topk_ids, topk_weights)
+        self._of_thread.prepared = routed, topk_weights
         return routed.x, None, _Metadata(routed.counts.int(), None), None, None
 
     def prepare_async(
@@ -202,12 +205,16 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
         )  # fmt: skip
         return lambda: result
 
+    def _prepared(self) -> tuple[Any, Any]:
+        prepared: tuple[Any, Any] = getattr(self._of_thread, "prepared", (None, None))
+        return prepared
+
     def allocate_fused_expert_output(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, weight_and_reduce_impl: Any
     ) -> torch.Tensor | None:
         """Return memory for the experts' output that `finalize` does not copy, or None if there is none of this shape
         and dtype."""
-        routed = self._routed
+        routed, _ = self._prepared()
         if routed is None or tuple(shape) != tuple(routed.x.shape) or dtype is not routed.x.dtype:
             return None
         return routed.output_buffer()
@@ -226,12 +233,12 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
         Args:
             output: [T, H].
             fused_expert_output: [E_local, C, H], neither weighted nor summed.
-            topk_weights, topk_ids: ignored: those of `prepare` are used.
+            topk_weights, topk_ids: those of the thread's last `prepare`.
             apply_router_weight_on_input: as for `prepare`.
             weight_and_reduce_impl: a TopKWeightAndReduceDelegate.
 
         Raises:
-            ArgumentError: nothing was prepared; as for `TokenDispatcher.combine`.
+            ArgumentError: nothing was prepared on this thread, or with other weights; as for `TokenDispatcher.combine`.
             UnsupportedError: experts that apply weights themselves.
             TransportError: as for `TokenDispatcher.combine`.
         """
@@ -241,9 +248,15 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
                 f"weight_and_reduce_impl: {kind.__name__}; allowed: TopKWeightAndReduceDelegate, of experts that leave "
                 "weights and sums to finalize"
             )
-        routed, self._routed = self._routed, None
+        routed, weights = self._prepared()
         if routed is None:
-            raise ArgumentError("finalize: nothing was prepared; allowed: once after each prepare")
+            raise ArgumentError("finalize: nothing was prepared; allowed: once after each prepare, on the same thread")
+        if (weights.data_ptr(), weights.shape) != (topk_weights.data_ptr(), topk_weights.shape):
+            raise ArgumentError(
+                "finalize: topk_weights: not those of this thread's last prepare; allowed: one microbatch of a thread "
+                "after the other"
+            )
+        self._of_thread.prepared = None, None
         self.dispatcher.combine(fused_expert_output, routed, out=output, weighted=not apply_router_weight_on_input)
 
     def finalize_async(

@@ -7,6 +7,7 @@ has experts of it: the "experts" of its dispatchers are the ranks, and the rows 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ....errors import ArgumentError
 from ....kernels import uploaded
 from ....planner import Splits
+from ...executor.call import binding
 from ...transports.choose_transport import TransportName
 from ...transports.select import current_transports
 from ..autograd import note_written
@@ -45,14 +47,19 @@ class RoutingHandle:
     """Flat only: int64 [R, K], `out_topk_idx` of every dispatch."""
     order: torch.Tensor | None = None
     """Flat only: int64 [R, K], the k of each entry of `expert_ids`."""
-    dispatched: deque[weakref.ref[torch.Tensor]] = field(default_factory=deque)
-    """The differentiable rows of the dispatches not combined yet, oldest first."""
-    combined: weakref.ref[torch.Tensor] | None = None
-    """The rows of the dispatch that was combined last."""
+    _dispatched: deque[tuple[threading.Thread, weakref.ref[torch.Tensor]]] = field(default_factory=deque)
+    """The thread and the differentiable rows of the dispatches not combined yet, oldest first."""
+    _combined: dict[threading.Thread, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    """The rows of each thread's dispatch that was combined last; the last of all is the last item."""
+
+    def add_dispatched(self, rows: torch.Tensor) -> None:
+        """Add the differentiable rows of a dispatch of this thread."""
+        self._dispatched.append((threading.current_thread(), weakref.ref(rows)))
 
     def rows_to_combine(self, required: bool) -> torch.Tensor | None:
-        """Return the differentiable rows that the next combine belongs to, if there are any: those of the oldest
-        dispatch not combined yet, or else those that were combined last.
+        """Return the differentiable rows that the next combine of this thread belongs to, if there are any: those of
+        the oldest dispatch not combined yet, or else those that were combined last; of this thread's dispatches, or of
+        all if it has made none.
 
         Args:
             required: whether they have to exist still if they were not combined yet.
@@ -60,9 +67,15 @@ class RoutingHandle:
         Raises:
             ArgumentError: they do not.
         """
-        if not self.dispatched:
-            return None if self.combined is None else self.combined()
-        rows = self.dispatched[0]()
+        me = threading.current_thread()
+        dispatched = next((of_thread for of_thread in self._dispatched if of_thread[0] == me), None)
+        if dispatched is None and me not in self._combined and self._dispatched:
+            dispatched = self._dispatched[0]
+        if dispatched is None:
+            combined = self._combined.get(me) or next(reversed(self._combined.values()), None)
+            return None if combined is None else combined()
+        thread, of_rows = dispatched
+        rows = of_rows()
         if required and rows is None:
             raise ArgumentError(
                 "expert_tokens: requires no gradients, and out_tokens of the routing's oldest dispatch without a "
@@ -70,7 +83,9 @@ class RoutingHandle:
                 "depend on out_tokens, such as a slice of 0 rows, out_tokens that live until combine, or "
                 "torch.no_grad()"
             )
-        self.combined = self.dispatched.popleft()
+        self._dispatched.remove(dispatched)
+        self._combined.pop(thread, None)
+        self._combined[thread] = of_rows
         return rows
 
     @property
@@ -226,14 +241,16 @@ class SwitchEngine:
         """Return a dispatcher; those of one layout and K can use each other's records."""
         key = layout, top_k, hidden, dtype
         if key not in self._dispatchers:
-            self._dispatchers[key] = TokenDispatcher(
-                self._group,
-                **self._settings(layout, top_k),
-                hidden=hidden,
-                dtype=dtype,
-                device=self.device,
-                transport=self._transport,
-            )
+            with binding():  # not on two threads
+                if key not in self._dispatchers:
+                    self._dispatchers[key] = TokenDispatcher(
+                        self._group,
+                        **self._settings(layout, top_k),
+                        hidden=hidden,
+                        dtype=dtype,
+                        device=self.device,
+                        transport=self._transport,
+                    )
         return self._dispatchers[key]
 
     def _settings(self, layout: str, top_k: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Importing this module needs torch 2.15 or newer.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -201,7 +200,7 @@ class TokenSwitch(_token_switch.TokenSwitch):
         if out is None:
             results: Outputs = _Dispatch.apply(self._engine, handle, tokens, topk_weights, max_recv_tokens)
             if results[0].requires_grad:
-                handle.dispatched.append(weakref.ref(results[0]))
+                handle.add_dispatched(results[0])
             return results
         self._dispatch(routing, tokens, topk_weights, *out)
         return out
@@ -222,8 +221,9 @@ class TokenSwitch(_token_switch.TokenSwitch):
                 those of a dispatch. Rows that it lacks are zero, and rows without a token are not read. Differentiable.
                 It has to depend on the dispatched rows on each rank, also if none arrive, for their backward to run
                 everywhere. If it requires no gradients, as on a rank without experts, the backward of the routing's
-                oldest dispatch without a combine runs, or if each has one, of the last one that was combined. So with
-                several dispatches in flight, combine in their order, and keep out_tokens until then.
+                oldest dispatch of this thread without a combine runs, or if each has one, of the last one that was
+                combined; on a thread that has dispatched nothing, of all threads' dispatches. So with several
+                dispatches of a thread in flight, combine in their order, and keep out_tokens until then.
             out: the result to write to, [T, H] of the dtype of expert_tokens, in other memory. No gradients are
                 recorded.
 

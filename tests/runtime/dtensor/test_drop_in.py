@@ -440,7 +440,7 @@ def waited_for_later(rank: int, transport: str) -> None:
             x_, placements, value, order = targets[turn % 4]
             y = x_.redistribute(placements=placements, async_op=True)
             alone = turn % 4 == 0 and rank in (0, 3) and transport == "process_group"  # needs no message
-            assert type(y._local_tensor) is (torch.Tensor if alone else AsyncCollectiveTensor)
+            assert isinstance(y._local_tensor, AsyncCollectiveTensor) is not alone
             if turn % 3 == 0:  # wait at once, after others have begun, or never
                 assert right(y, value, order)
             elif turn % 3 == 1:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import end_ranks, run_ranks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from variants import crossed
@@ -290,9 +291,7 @@ def in_place_and_async(rank: int) -> None:
         assert spmd.all_reduce(values(rank, 3, 5), axis, dst=R).equal(want)
     if ASYNC:
         y = spmd.all_gather(x * 1, axis, src=S(0), dst=R, async_op=True)
-        assert type(y).__name__ == "AsyncCollectiveTensor" and (y + 0).equal(
-            torch.cat([values(r, 3, 5) for r in (0, 1)])
-        )
+        assert isinstance(y, AsyncCollectiveTensor) and (y + 0).equal(torch.cat([values(r, 3, 5) for r in (0, 1)]))
         sums = partial(spmd.all_reduce, dst=R), partial(spmd.reduce_scatter, dst=S(0))
         for call, dtype in product(sums, (None, torch.float64)):
             x = values(rank, 4, 500)

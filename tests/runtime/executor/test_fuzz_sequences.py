@@ -55,6 +55,7 @@ class Life:
             self.meshes.append(DeviceMesh("cpu", ranks, _init_backend=False))
         if size >= 4:
             self.meshes.append(DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False))
+        self.group: Any = dist.distributed_c10d.GroupMember.WORLD
         self.later: list[tuple[DTensor, torch.Tensor]] = []
         self.gather, self.scatter = FSDPAllGather(), FSDPReduceScatter()
 
@@ -143,11 +144,10 @@ class Life:
         n, dtype = self.random.choice((1, 4, 33)), self.random.choice((torch.float32, torch.bfloat16))
         base = self.random.randint(0, 50)
         whole = ((torch.arange(n * self.size) + base) % 64).to(dtype)
-        group = dist.distributed_c10d.GroupMember.WORLD
         out = torch.full((n * self.size,), 77, dtype=dtype)
-        self.gather(out, self.lying(whole[self.rank * n : self.rank * n + n]), group)
+        self.gather(out, self.lying(whole[self.rank * n : self.rank * n + n]), self.group)
         part = torch.full((n,), 77, dtype=dtype)
-        self.scatter(part, self.lying(whole), group, dist.ReduceOp.SUM)
+        self.scatter(part, self.lying(whole), self.group, dist.ReduceOp.SUM)
         mine = whole[self.rank * n : self.rank * n + n].double() * self.size
         return bool((out == whole).all()) and bool((part == mine.to(dtype)).all())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -9,11 +11,14 @@ import torch
 import torch.distributed as dist
 from moe_reference import assert_near, dense, expert, matrices_of, tokens_of
 from rank_processes import run_ranks
+from test_agreement import environment_of
+from test_threads import Turns, in_threads
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import ArgumentError, UnsupportedError
 from shardweave.runtime.moe.parallel_style import ExpertParallel
@@ -153,6 +158,77 @@ def forward_that_raises(rank: int) -> None:
 @pytest.mark.multi
 def test_forward_error_exits_kept():
     run_ranks(forward_that_raises, 2)
+
+
+class Interrupted(Experts):
+    """Does something else between dispatch and combine."""
+
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x, offsets)
+        self.meanwhile()
+        return y
+
+
+def microbatches_of_threads(rank: int, transport: str) -> None:
+    """dispatch, dispatch, combine, combine of two threads, then backward of both, among ranks of which pairs share
+    tokens or none do."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    matrices, number = matrices_of(6, HIDDEN, torch.float32), 3
+    for over, save in ((None, "buffer"), (None, "redispatch"), (mesh["tp"], "copy")):
+        options = {"save": save, "replicated_over": over, "transport": transport}
+        module = parallelize_module(Interrupted(matrices), mesh["ep"], style(2, **options))
+        source = rank if over is None else rank // 2
+        tokens = [tokens_of(source, 9 - 4 * i, 2, 6, HIDDEN, torch.float32, "holes", i) for i in range(number)]
+        turns, thread = Turns(), threading.local()
+
+        def yield_turn(turns: Turns = turns, thread: threading.local = thread) -> None:
+            turns.end()
+            turns.begin(number + thread.number)
+
+        module.meanwhile = yield_turn
+
+        def microbatch(i: int, module=module, tokens=tokens, turns=turns, thread=thread) -> dict[str, torch.Tensor]:
+            thread.number, t = i, tokens[i]
+            x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
+            turns.begin(i)
+            y = module(x, t.ids, weights)
+            turns.end()
+            turns.run(2 * number + i, lambda: y.backward(t.gradient))
+            return {"y": y.detach(), "x": x.grad, "weights": weights.grad}
+
+        each = in_threads(*[lambda i=i: microbatch(i) for i in range(number)])
+        for i, (t, results) in enumerate(zip(tokens, each, strict=True)):
+            check(results, dense(t, matrices), f"microbatch {i}, {options}")
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hierarchical"])
+def test_threads_in_one_module(transport: str):
+    run_ranks(microbatches_of_threads, 4, transport, environment=environment_of(transport))
+
+
+def recomputed_in_between(rank: int) -> None:
+    """The backward of a checkpointed call runs the module again while another call of it computes."""
+    mesh, matrices = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), matrices_of(4, HIDDEN, torch.float32)
+    module = parallelize_module(Interrupted(matrices), mesh, style(2))
+    first, second = (tokens_of(rank, n + rank, 2, 4, HIDDEN, torch.float32, "uniform", n) for n in (3, 5))
+    x = first.x.clone().requires_grad_()
+    y = checkpoint(module, x, first.ids, first.weights, use_reentrant=False)
+
+    def backward() -> None:
+        del module.meanwhile
+        y.backward(first.gradient)
+
+    module.meanwhile = backward
+    check(passes(module, second), dense(second, matrices), "the interrupted call")
+    check({"y": y.detach(), "x": x.grad}, dense(first, matrices), "the checkpointed call")
+
+
+@pytest.mark.multi
+def test_recomputation_within_a_call():
+    run_ranks(recomputed_in_between, 2)
 
 
 def under_fsdp(rank: int):

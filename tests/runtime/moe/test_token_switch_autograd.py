@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from moe_reference import Tokens
 from rank_processes import end_ranks, run_ranks
+from test_threads import Turns, in_threads
 from test_token_switch import (
     LAYOUTS,
     H,
@@ -96,6 +99,43 @@ def checkpointed(rank: int) -> None:
             assert len(routings) == 2
             assert_weighted(tokens, y, x.grad, weights.grad)
         switch.check()
+
+
+def in_flight_on_threads(rank: int) -> None:
+    """Two threads use one routing: the second to dispatch combines first. Then a thread combines another's dispatch."""
+    for layout in LAYOUTS:
+        rows = most_rows(layout, SIZE)
+        switch, tokens = switch_of(EXPERTS, rows), tokens_in_flight(rank, 2)
+        routed = switch.create_routing(tokens[0].ids, layout=layout)
+        turns, given = Turns(), [(leaf(t.x), leaf(t.weights)) for t in tokens]
+
+        def dispatch(i: int, switch=switch, routed=routed, given=given, rows=rows):
+            return switch.dispatch(routed, *given[i], rows)
+
+        def combine(got, switch=switch, routed=routed, layout=layout) -> torch.Tensor:
+            return switch.combine(routed, outputs(switch, layout, got))
+
+        def thread(i: int, turns=turns, dispatch=dispatch, combine=combine, tokens=tokens) -> torch.Tensor:
+            first, second, third = ((0, 3, 5), (1, 2, 4))[i]
+            got = turns.run(first, lambda: dispatch(i))
+            y = turns.run(second, lambda: combine(got))
+            turns.run(third, lambda: y.backward(tokens[i].gradient))
+            return y
+
+        ys = in_threads(lambda: thread(0), lambda: thread(1))
+        for t, y, (x, weights) in zip(tokens, ys, given, strict=True):
+            assert_weighted(t, y, x.grad, weights.grad)
+            x.grad = weights.grad = None
+        got = dispatch(0)
+        (y,) = in_threads(partial(combine, got))
+        y.backward(tokens[0].gradient)
+        assert_weighted(tokens[0], y, given[0][0].grad, given[0][1].grad)
+
+
+@needs_token_switch
+@pytest.mark.multi
+def test_threads_with_one_routing():
+    run_ranks(in_flight_on_threads, SIZE)
 
 
 @needs_token_switch

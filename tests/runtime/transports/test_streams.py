@@ -125,21 +125,21 @@ def test_async_run_finishes_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> No
         fail=None,
         answer=None,
         error=None,
+        rank=0,
         rendezvous=SimpleNamespace(calls=SimpleNamespace(current=None), lock=CallLock(0, 5.0, str)),
     )
     kind: Any = SimpleNamespace(milliseconds=0.0)
     output: Any = Output(cuda)
-    pending = AsyncRun(started, transport, lambda: cuda.log.append(f"waited on {cuda.current}"), kind, output)
+    pending = AsyncRun(started, transport, lambda: cuda.log.append(f"waited on {cuda.current}"), kind, output.device)
     cuda.current = "b"  # of the transport's next call
     pending.finish()
     pending.finish()
     assert cuda.log == ["waited on a", "unpacked on a", "event on a"]
     cuda.current, cuda.log = "c", []  # of who uses the tensor
-    pending.finish()
-    pending.join()
+    pending.wait(output)
     assert cuda.log == ["c waits for event of a", "output is used on c"]
     cuda.current, cuda.log = "a", []
-    pending.join()
+    pending.wait(output)
     assert cuda.log == []
 
 

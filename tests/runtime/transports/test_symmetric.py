@@ -307,7 +307,7 @@ def test_side_stream_orders_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.ones(2), lambda: streams.messages.append(f"called on {streams.inside}") or torch.zeros(2)
     )
     assert streams.messages == ["side waits for main", "called on side", "event on side"] and streams.inside == "main"
-    join()
+    join(out)
     assert streams.messages[-1] == "main waits for event" and out.equal(torch.zeros(2))
 
 
@@ -320,7 +320,7 @@ def asynchronous(rank: int) -> None:
             shardweave.redistribute(x, [p], async_op=True, transport="symmetric_memory")
             for p in (Shard(1), Replicate())
         ]
-        assert all(type(y._local_tensor) is AsyncCollectiveTensor for y in begun)
+        assert all(isinstance(y._local_tensor, AsyncCollectiveTensor) for y in begun)
         for y in begun if turn % 2 else reversed(begun):
             assert equal(y.to_local(), held_by(whole, y.placements, mesh, {}))
     assert transport_of("cpu").pending is None

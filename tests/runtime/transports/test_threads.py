@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from random import Random
@@ -141,15 +142,34 @@ class Turns:
     def __init__(self) -> None:
         self._next, self._changed = 0, threading.Condition()
 
-    def run(self, number: int, call: Callable[[], Any]) -> Any:
+    def begin(self, number: int) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: self._next == number, 120)
+
+    def end(self) -> None:
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+
+    def run(self, number: int, call: Callable[[], Any]) -> Any:
+        self.begin(number)
         try:
             return call()
         finally:
-            with self._changed:
-                self._next += 1
-                self._changed.notify_all()
+            self.end()
+
+
+def advanced_in_turns(*generators: Iterator[Any]) -> None:
+    """Advance generators by one step after the other, each on a thread of its own, until all have ended."""
+    turns, count = Turns(), len(generators)
+
+    def advance(i: int) -> None:
+        ended = object()
+        for step in itertools.count():
+            if turns.run(step * count + i, lambda: next(generators[i], ended)) is ended:
+                return
+
+    in_threads(*[partial(advance, i) for i in range(count)])
 
 
 def ordered(rank: int, transport: str, rounds: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from moe_reference import assert_near, dense, expert, matrices_of, tokens_of
 from rank_processes import run_ranks
+from test_threads import advanced_in_turns
 from torch import nn
 
 from shardweave.errors import ArgumentError, UnsupportedError
@@ -49,42 +51,73 @@ def distinct(t):
     return t
 
 
-def by_the_seam(rank: int, tensor_parallel: int) -> None:
-    size = dist.get_world_size()
-    found = groups(tensor_parallel)
-    local = EXPERTS * tensor_parallel // size
-    first, shard = dist.get_rank(found.ep) * local, dist.get_rank(found.expt_tp)
-    config = SimpleNamespace(moe_router_topk=K)
-    dispatcher = MegatronDispatcher(
-        local, list(range(first, first + local)), config, pg_collection=found, max_tokens=9, device="cpu"
-    )
-    matrices = matrices_of(EXPERTS, HIDDEN, torch.float32)
-    for step in range(2):
-        everyone = [
-            distinct(tokens_of(r, COUNTS[r], K, EXPERTS, HIDDEN, torch.float32, "holes", step)) for r in range(size)
-        ]
-        t = everyone[rank]
-        x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
-        own = matrices[first : first + local].clone().requires_grad_()
-        chosen, probs = multihot(t.ids, weights)
-        hidden, probs = dispatcher.dispatch_preprocess(x[:, None], chosen, probs)
+class Pass:
+    """A forward pass of a layer with MegatronDispatcher; `steps` yields after each method."""
+
+    def __init__(self, dispatcher: MegatronDispatcher, t, own: torch.Tensor, part: float = 1.0) -> None:
+        self.dispatcher, self.t, self.part = dispatcher, t, part
+        self.x, self.weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
+        self.own = own.clone().requires_grad_()
+        self.y = torch.empty(0)
+
+    def steps(self) -> Iterator[None]:
+        dispatcher = self.dispatcher
+        chosen, probs = multihot(self.t.ids, self.weights)
+        hidden, probs = dispatcher.dispatch_preprocess(self.x[:, None], chosen, probs)
+        yield
         hidden, probs = dispatcher.token_dispatch(hidden, probs)
+        yield
         rows, counts, probs = dispatcher.dispatch_postprocess(hidden, probs)
+        yield
         assert counts.device.type == "cpu" and counts.sum() == len(rows) == len(probs)
-        # A shard of an expert returns a part of its output, here a fraction.
-        part = 0.25 + 0.5 * shard if tensor_parallel == 2 else 1.0
-        done = [expert(r, m) * part for r, m in zip(rows.split(counts.tolist()), own, strict=True)]
-        output = torch.cat(done) * probs[:, None]
-        y = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(output)))
-        assert y.shape == (len(t.x), 1, HIDDEN)
-        y.backward(t.gradient[:, None])
-        want = dense(t, matrices)
-        assert_near(y.detach()[:, 0], want["y"], torch.float32, "y")
-        assert_near(x.grad, want["x"], torch.float32, "x")
-        there = t.ids >= 0
-        assert_near(weights.grad[there], want["weights"][there], torch.float32, "weights")
-        total = sum(dense(o, matrices)["matrices"] for o in everyone)[first : first + local]
-        assert_near(own.grad, total * part, torch.float32, "matrices")
+        # A shard of an expert returns a part of its output.
+        done = [expert(r, m) * self.part for r, m in zip(rows.split(counts.tolist()), self.own, strict=True)]
+        output = dispatcher.combine_preprocess(torch.cat(done) * probs[:, None])
+        yield
+        output = dispatcher.token_combine(output)
+        yield
+        self.y = dispatcher.combine_postprocess(output)
+        yield
+        assert self.y.shape == (len(self.t.x), 1, HIDDEN)
+        self.y.backward(self.t.gradient[:, None])
+
+    def check(self, matrices: torch.Tensor) -> None:
+        want, there = dense(self.t, matrices), self.t.ids >= 0
+        assert_near(self.y.detach()[:, 0], want["y"], torch.float32, "y")
+        assert_near(self.x.grad, want["x"], torch.float32, "x")
+        assert_near(self.weights.grad[there], want["weights"][there], torch.float32, "weights")
+
+
+def made(tensor_parallel: int) -> tuple[MegatronDispatcher, torch.Tensor, slice, int]:
+    """A dispatcher, the matrices of all experts, the experts of this rank and its shard of them."""
+    found, local = groups(tensor_parallel), EXPERTS * tensor_parallel // dist.get_world_size()
+    first = dist.get_rank(found.ep) * local
+    dispatcher = MegatronDispatcher(
+        local, list(range(first, first + local)), SimpleNamespace(moe_router_topk=K), pg_collection=found, max_tokens=9,
+        device="cpu",
+    )  # fmt: skip
+    own = slice(first, first + local)
+    return dispatcher, matrices_of(EXPERTS, HIDDEN, torch.float32), own, dist.get_rank(found.expt_tp)
+
+
+def tokens_of_all(step: int) -> list:
+    return [
+        distinct(tokens_of(r, COUNTS[r], K, EXPERTS, HIDDEN, torch.float32, "holes", step))
+        for r in range(dist.get_world_size())
+    ]
+
+
+def by_the_seam(rank: int, tensor_parallel: int) -> None:
+    dispatcher, matrices, own, shard = made(tensor_parallel)
+    part = 0.25 + 0.5 * shard if tensor_parallel == 2 else 1.0
+    for step in range(2):
+        everyone = tokens_of_all(step)
+        layer = Pass(dispatcher, everyone[rank], matrices[own], part)
+        for _ in layer.steps():
+            pass
+        layer.check(matrices)
+        total = sum(dense(o, matrices)["matrices"] for o in everyone)[own]
+        assert_near(layer.own.grad, total * part, torch.float32, "matrices")
     dispatcher.dispatcher.check()
 
 
@@ -92,6 +125,36 @@ def by_the_seam(rank: int, tensor_parallel: int) -> None:
 @pytest.mark.parametrize("size, tensor_parallel", [(1, 1), (2, 1), (4, 2)])
 def test_by_the_calls_of_the_layer(size, tensor_parallel):
     run_ranks(by_the_seam, size, tensor_parallel)
+
+
+def several_passes(rank: int) -> None:
+    """Each method of two passes in turn: on two threads right, on one thread refused."""
+    dispatcher, matrices, own, _ = made(1)
+    two = [Pass(dispatcher, tokens_of_all(step)[(rank + step) % 2], matrices[own]) for step in range(2)]
+    advanced_in_turns(*[layer.steps() for layer in two])
+    for layer in two:
+        layer.check(matrices)
+    for begun, what in ((1, "token_dispatch: probs"), (2, "dispatch_postprocess: hidden_states")):
+        first, second = (layer.steps() for layer in two)
+        for steps in (first, second):
+            for _ in range(begun):
+                next(steps)
+        with pytest.raises(ArgumentError, match=f"{what}: not of this thread's last .*; allowed: after "):
+            next(first)
+        for _ in second:  # goes on
+            pass
+    # What a pass that raised has left behind does not matter.
+    for steps in (two[0].steps(), two[1].steps()):
+        next(steps)
+    last = Pass(dispatcher, tokens_of_all(5)[rank], matrices[own])
+    for _ in last.steps():
+        pass
+    last.check(matrices)
+
+
+@pytest.mark.multi
+def test_passes_of_several_threads():
+    run_ranks(several_passes, 2)
 
 
 def refused(rank: int) -> None:

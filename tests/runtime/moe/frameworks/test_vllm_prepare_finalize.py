@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from moe_reference import assert_near, dense, expert, matrices_of, tokens_of
 from rank_processes import run_ranks
+from test_threads import advanced_in_turns
 
 from shardweave.errors import ArgumentError, UnsupportedError
 
@@ -80,6 +82,43 @@ def by_the_kernel(rank: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_by_the_calls_of_the_kernel(size):
     run_ranks(by_the_kernel, size)
+
+
+def several_microbatches(rank: int) -> None:
+    """prepare and finalize of two microbatches in turn: on two threads right, on one thread refused."""
+    seam, matrices, delegate = made(), matrices_of(EXPERTS, HIDDEN, torch.float32), TopKWeightAndReduceDelegate()
+    own = matrices.chunk(2)[rank]
+    outputs = {}
+
+    def steps(seed: int) -> Iterator[None]:
+        t = tokens_of(rank, 9 - 3 * seed, K, EXPERTS, HIDDEN, torch.float32, "uniform", seed)
+        t.ids[:, 1] = torch.where(t.ids[:, 0] == t.ids[:, 1], -1, t.ids[:, 1])
+        rows, _, metadata, _, _ = seam.prepare(t.x, t.weights, t.ids.int(), EXPERTS, None, False, UNQUANTIZED)
+        yield
+        output = seam.allocate_fused_expert_output(tuple(rows.shape), rows.dtype, rows.device, delegate)
+        for e, n in enumerate(metadata.expert_num_tokens.tolist()):
+            output[e, :n] = expert(rows[e, :n], own[e])
+        yield
+        y = torch.full_like(t.x, float("nan"))
+        seam.finalize(y, output, t.weights, t.ids, False, delegate)
+        outputs[seed] = y, dense(t, matrices)["y"]
+
+    advanced_in_turns(steps(0), steps(1))
+    for seed, (y, want) in outputs.items():
+        assert_near(y, want, torch.float32, f"y of microbatch {seed}")
+    first, second = steps(0), steps(1)
+    for microbatch in (first, second, first, second):
+        next(microbatch)
+    with pytest.raises(ArgumentError, match="finalize: topk_weights: not those of this thread's last prepare; allowed"):
+        next(first)
+    for _ in second:  # goes on
+        pass
+    assert_near(*outputs[1], torch.float32, "y of the second microbatch")
+
+
+@pytest.mark.multi
+def test_microbatches_of_several_threads():
+    run_ranks(several_microbatches, 2)
 
 
 def refused(rank: int) -> None:
