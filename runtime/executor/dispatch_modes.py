@@ -11,11 +11,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.tensor._redistribute as torch_redistribute
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -27,6 +28,9 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,
 )
 
+from ...errors import UnsupportedError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 REPORTS, REPLACES, UNKNOWN = "reports torch's own collectives", "replaces tensors", "is a dispatch mode not known"
 _SEES_ONE_OPERATOR = None
 _MODES: dict[tuple[str, str], str | None] = {
@@ -72,6 +76,38 @@ def active_modes() -> Sequence[Any]:
 def below_modes() -> AbstractContextManager[Any]:
     """A context without dispatch modes; those of torch.compile stay."""
     return _disable_current_modes() if under_modes() else nullcontext()
+
+
+def below_modes_with_memory() -> AbstractContextManager[Any]:
+    """`below_modes`, for calls that move the memory of their tensors.
+
+    Raises:
+        UnsupportedError: a fake tensor mode is active.
+    """
+    if not count_dispatch_modes():
+        return nullcontext()
+    refuse_fake_mode()
+    return below_modes()
+
+
+def refuse_fake_mode() -> None:
+    """
+    Raises:
+        UnsupportedError: a fake tensor mode is active.
+    """
+    if detect_fake_mode() is not None:
+        raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
+
+
+def hidden_from_modes(function: Function) -> Function:
+    """The function, which runs below all dispatch modes."""
+
+    @wraps(function)
+    def hidden(*args: Any, **options: Any) -> Any:
+        with below_modes():
+            return function(*args, **options)
+
+    return hidden  # type: ignore[return-value]
 
 
 def why_not_under(modes: Sequence[Any]) -> str | None:
@@ -149,7 +185,7 @@ def _run_all(tensors: list[torch.Tensor | None], request: int) -> list[torch.Ten
 
 
 def _apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The results, copied where they share memory: an operator must not return that of its inputs, or the same twice."""
+    """The results, copied where they share memory: an operator must not return that of an input, or the same twice."""
     taken = {x.untyped_storage()._cdata for x in given if x is not None}
     apart = []
     for result in results:

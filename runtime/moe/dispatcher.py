@@ -17,6 +17,7 @@ from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from .. import flight_recorder
 from ..executor.call import binding, refuse, refuse_among, refuse_unplanned
+from ..executor.dispatch_modes import hidden_from_modes
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end, start_in_background
 from ..statistics import stats
@@ -150,6 +151,7 @@ class TokenDispatcher(TokenEngine):
     """
 
     @takes_settings()
+    @hidden_from_modes
     def __init__(
         self,
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
@@ -180,7 +182,7 @@ class TokenDispatcher(TokenEngine):
         rank = dist.get_rank()
         if rank not in ranks:
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: a group with this rank, {rank}")
-        self._group, device = group, device_of(device)
+        self._group, device, self.group_name = group, device_of(device), str(group.group_name)
         try:
             config, name, number, why = self._choose(ranks, device, transport, settings)
         except (ArgumentError, UnsupportedError) as error:
@@ -421,6 +423,7 @@ class TokenDispatcher(TokenEngine):
         self._check_combine(expert_output, routed, out, add, weighted)
         return start_combines(self, [expert_output], [routed], [out], [add], weighted, _only)
 
+    @hidden_from_modes
     def check(self) -> None:
         """Wait for the dispatches so far.
 
@@ -432,6 +435,7 @@ class TokenDispatcher(TokenEngine):
         if not isinstance(self._transport, InProcessTransport) and self._transport.error is not None:
             raise self._transport.error
 
+    @hidden_from_modes
     def set_active_ranks(self, ranks: Sequence[int] | None) -> None:
         """Mask ranks out of the calls from now on, or take them back, without communicating or new buffers.
 
@@ -529,6 +533,7 @@ class _Reporting:
     def __init__(self, transport: AnyTransport | InProcessTransport, participants: tuple[int, ...]) -> None:
         self._transport, self._participants = transport, participants
 
+    @hidden_from_modes
     def report(self, error: ArgumentError) -> None:
         transport = self._transport
         # Others wait for no rank that is masked out.

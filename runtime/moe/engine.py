@@ -12,6 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ...errors import ArgumentError
 from ...kernels import contiguous_rows, on_device
+from ..executor.dispatch_modes import hidden_from_modes
 from ..transports.base import Transport
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord, Tokens
@@ -91,6 +92,7 @@ class TokenEngine:
         results = self.run(operation, runs)
         return lambda: results
 
+    @hidden_from_modes
     def check(self) -> None:
         """Wait for the dispatches so far.
 
@@ -101,6 +103,7 @@ class TokenEngine:
             self.started.note(self._overflow)
             self._overflow.check(0)
 
+    @hidden_from_modes
     def _use_config(self, config: DispatchConfig) -> None:
         """Use another config from now on, which differs in the experts of physical experts or the active ranks only.
         Dispatches so far keep theirs."""
