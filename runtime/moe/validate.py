@@ -201,6 +201,8 @@ def check_writable(name: str, out: torch.Tensor, others: Mapping[str, torch.Tens
     if type(out) is AsyncCollectiveTensor or out.is_neg():
         kind = "an AsyncCollectiveTensor" if type(out) is AsyncCollectiveTensor else "with the negative bit"
         raise ArgumentError(f"{name}: {kind}; allowed: a tensor whose memory holds its values")
+    if isinstance(out, FakeTensor):
+        return  # it has no address
     for other, tensor in others.items():
         if ranges_overlap(out, tensor.elem if type(tensor) is AsyncCollectiveTensor else tensor):
             raise ArgumentError(f"{name}: overlaps the memory of {other}; allowed: memory of its own")
