@@ -176,12 +176,24 @@ _handles = itertools.count()
 
 def _run(x: torch.Tensor, request: int) -> torch.Tensor:
     """The operator of a redistribution; `request` is an index that is valid during one call only."""
-    return _apart([_requests[request].run(x)], [x])[0]
+    return _apart([_request(request).run(x)], [x])[0]
 
 
 def _run_all(tensors: list[torch.Tensor | None], request: int) -> list[torch.Tensor]:
     """The operators of token dispatch; `request` as for `_run`."""
-    return _apart(_requests[request].run(tensors), tensors)
+    return _apart(_request(request).run(tensors), tensors)
+
+
+def _request(index: int) -> _Request:
+    """
+    Raises:
+        UnsupportedError: the call is over.
+    """
+    if index not in _requests:
+        raise UnsupportedError(
+            "an operator that a dispatch mode recorded, after its call; allowed: a graph that torch.compile traces"
+        )
+    return _requests[index]
 
 
 def _apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -205,7 +217,7 @@ def operator_on_lists(name: str) -> Any:
     operator = torch.library.custom_op(
         f"shardweave::{name}", _run_all, mutates_args=(), schema="(Tensor?[] tensors, int request) -> Tensor[]"
     )
-    operator.register_fake(lambda tensors, request: _requests[request].fake(tensors))  # type: ignore[misc]
+    operator.register_fake(lambda tensors, request: _request(request).fake(tensors))  # type: ignore[misc]
     return operator
 
 

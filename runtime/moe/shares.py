@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -60,7 +61,7 @@ def whole_of_shares(y: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Ten
     share = max(min(tokens - at, each), 0)
     if len(y) != share:
         raise ArgumentError(f"y: {len(y)} rows; allowed: {share}, this rank's share of {tokens} tokens")
-    stride = make_contiguous_strides_for(shape)
+    stride = tuple(math.prod(max(n, 1) for n in shape[d + 1 :]) for d in range(len(shape)))
     shared = DTensor.from_local(y, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     return redistribute(shared, [Replicate()]).to_local()
 

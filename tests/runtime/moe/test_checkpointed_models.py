@@ -272,6 +272,10 @@ def test_policies_that_differ_between_ranks_raise(transport: str) -> None:
 )
 def test_torchtitans_debug_model_with_its_defaults() -> None:
     """deepseek_v3 with expert parallelism, and selective checkpointing, which is torchtitan's default."""
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+
+    assert isinstance(deepseek_v3_debugmodel().activation_checkpoint, SelectiveAC.Config)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE),
         "--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel",
@@ -283,6 +287,5 @@ def test_torchtitans_debug_model_with_its_defaults() -> None:
         command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    assert "Applied SelectiveAC activation checkpointing" in ran.stderr + ran.stdout
     steps = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+)$", ran.stdout, re.MULTILINE)
     assert len(steps) == 3 and all(a == b for _, a, b in steps), ran.stdout
