@@ -352,7 +352,8 @@ class TokenDispatcher(TokenEngine):
         start; with overflow="raise" they finish them between the same starts. Other calls of shardweave wait for those
         in flight. Arguments must not be written until `finish` has returned; from then on as after `dispatch`.
 
-        Differentiable; backward is in one phase, as that of `dispatch`. Graphs of torch.compile do not have it.
+        Differentiable; backward is in one phase, as that of `dispatch`. Graphs of torch.compile do not have it. Under
+        dispatch modes, which see one operator, the dispatch is complete when this returns.
 
         Args:
             x, topk_ids, topk_weights, scale: as for `dispatch`.
