@@ -29,11 +29,12 @@ from ..executor.call import (
     refuse_unplanned,
     transport_for,
 )
+from ..executor.dispatch_modes import below_modes_with_memory
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.choose_transport import TransportName
 from . import observer
 from .autograd import as_dtensor
-from .local import below_dispatch_modes, plain_local, ranks_of
+from .local import plain_local, ranks_of
 from .redistribute import target_spec
 from .redistribute_options import RedistributeOptions, call_options
 
@@ -74,7 +75,7 @@ def redistribute_batch(
             return []
         # Cached views and buffers outlive inference mode.
         leave_inference_mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with below_dispatch_modes(), leave_inference_mode:
+        with below_modes_with_memory(), leave_inference_mode:
             return _run(dtensors, targets, call_options(transport, topology))
     except (ArgumentError, UnsupportedError) as error:
         sources = dtensors if isinstance(dtensors, Sequence) else ()

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -34,7 +33,7 @@ from ..executor.call import (
     transport_for,
 )
 from ..executor.choose_algorithm import explain_on, leaves_sums_to_backend
-from ..executor.dispatch_modes import as_one_operator, below_modes, torchs_collectives
+from ..executor.dispatch_modes import as_one_operator, refuse_fake_mode, torchs_collectives
 from ..executor.local_slice import BoundSlice
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.select import AnyTransport
@@ -100,27 +99,6 @@ def _run_in_modes(
     # The result of an operator that a mode saves or counts is complete, so `async_op` has no effect.
     collectives = partial(torchs_collectives, current, target)
     return as_one_operator(lambda y: run_redistribution(y, current, target, options), x, collectives)
-
-
-def refuse_fake_mode() -> None:
-    """
-    Raises:
-        UnsupportedError: a fake tensor mode is active.
-    """
-    if detect_fake_mode() is not None:
-        raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
-
-
-def below_dispatch_modes() -> AbstractContextManager[None]:
-    """A context without dispatch modes.
-
-    Raises:
-        UnsupportedError: a fake tensor mode is active.
-    """
-    if not count_dispatch_modes():
-        return nullcontext()
-    refuse_fake_mode()
-    return below_modes()
 
 
 def _supported_requests(current: DTensorSpec, target: DTensorSpec) -> list[PlainRequest]:

@@ -16,10 +16,10 @@ from ..convert_specs import dtype_name
 from ..executor.bind import BoundProgram
 from ..executor.call import Call, binding, check_backend, found_topology_of, naming, transport_for
 from ..executor.choose_algorithm import leaves_sums_to_backend
-from ..executor.dispatch_modes import as_one_operator
+from ..executor.dispatch_modes import as_one_operator, refuse_fake_mode
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from . import observer
-from .local import count_dispatch_modes, refuse_fake_mode
+from .local import count_dispatch_modes
 from .redistribute_options import RedistributeOptions
 
 _c10d: Any = torch.ops._c10d_functional

@@ -1,31 +1,36 @@
-"""Redistributions under active dispatch modes: one shardweave operator, or torch's own collectives.
+"""Redistributions and token dispatch under active dispatch modes: one shardweave operator, or torch's own collectives.
 
 A mode that supports the operator sees its input and output tensors; the execution itself is below all modes. Selective
 activation checkpointing is such a mode: it saves the operator's output if its policy would save that of the collectives
-that torch issues for the same redistribution, so that the recomputation in backward does not communicate again.
+that torch issues for the same exchange, so that the recomputation in backward does not communicate again.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.tensor._redistribute as torch_redistribute
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    SelectiveCheckpointContext,
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
 )
 
+from ...errors import UnsupportedError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 REPORTS, REPLACES, UNKNOWN = "reports torch's own collectives", "replaces tensors", "is a dispatch mode not known"
 _SEES_ONE_OPERATOR = None
 _MODES: dict[tuple[str, str], str | None] = {
@@ -55,14 +60,54 @@ _DECISIONS = "shardweave::left_to_torch"
 """A key in the storage of a checkpointed region: the reasons why its redistributions, by index, were left to torch."""
 
 
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def under_modes() -> bool:
+    """Whether dispatch modes are active, other than those of torch.compile, for which there are other operators."""
+    return not torch.compiler.is_compiling() and count_dispatch_modes() > 0
+
+
 def active_modes() -> Sequence[Any]:
     """The active dispatch modes, the innermost last."""
-    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
+    return _get_current_dispatch_mode_stack() if count_dispatch_modes() else ()
 
 
 def below_modes() -> AbstractContextManager[Any]:
-    """A context without dispatch modes."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    """A context without dispatch modes; those of torch.compile stay."""
+    return _disable_current_modes() if under_modes() else nullcontext()
+
+
+def below_modes_with_memory() -> AbstractContextManager[Any]:
+    """`below_modes`, for calls that move the memory of their tensors.
+
+    Raises:
+        UnsupportedError: a fake tensor mode is active.
+    """
+    if not count_dispatch_modes():
+        return nullcontext()
+    refuse_fake_mode()
+    return below_modes()
+
+
+def refuse_fake_mode() -> None:
+    """
+    Raises:
+        UnsupportedError: a fake tensor mode is active.
+    """
+    if detect_fake_mode() is not None:
+        raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
+
+
+def hidden_from_modes(function: Function) -> Function:
+    """The function, which runs below all dispatch modes."""
+
+    @wraps(function)
+    def hidden(*args: Any, **options: Any) -> Any:
+        with below_modes():
+            return function(*args, **options)
+
+    return hidden  # type: ignore[return-value]
 
 
 def why_not_under(modes: Sequence[Any]) -> str | None:
@@ -118,15 +163,57 @@ def _counters(mode: _CachingTorchDispatchMode | _CachedTorchDispatchMode) -> dic
     return attributes[_DECISIONS][1]
 
 
-_requests: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+Collective = tuple[Any, ...]
+"""An operator of torch and its arguments."""
+
+
+class _Request(NamedTuple):
+    """What an operator computes during one call.
+
+    Attributes:
+        run: the results for the operator's tensors.
+        fake: likewise, of tensors without memory.
+    """
+
+    run: Callable[[Any], Any]
+    fake: Callable[[Any], Any] | None = None
+
+
+_requests: dict[int, _Request] = {}
 _handles = itertools.count()
 
 
 def _run(x: torch.Tensor, request: int) -> torch.Tensor:
-    """The operator that modes see; `request` is an index that is valid during one call only."""
-    result = _requests[request](x)
-    # An operator must not return its input's memory.
-    return result.clone() if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else result
+    """The operator of a redistribution; `request` is an index that is valid during one call only."""
+    return _apart([_request(request).run(x)], [x])[0]
+
+
+def _run_all(tensors: list[torch.Tensor | None], request: int) -> list[torch.Tensor]:
+    """The operators of token dispatch; `request` as for `_run`."""
+    return _apart(_request(request).run(tensors), tensors)
+
+
+def _request(index: int) -> _Request:
+    """
+    Raises:
+        UnsupportedError: the call is over.
+    """
+    if index not in _requests:
+        raise UnsupportedError(
+            "an operator that a dispatch mode recorded, after its call; allowed: a graph that torch.compile traces"
+        )
+    return _requests[index]
+
+
+def _apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The results, copied where they share memory: an operator must not return that of an input, or the same twice."""
+    taken = {x.untyped_storage()._cdata for x in given if x is not None}
+    apart = []
+    for result in results:
+        memory = result.untyped_storage()._cdata
+        apart.append(result.clone() if memory in taken else result)
+        taken.add(memory)
+    return apart
 
 
 _operator = torch.library.custom_op(
@@ -134,37 +221,93 @@ _operator = torch.library.custom_op(
 )
 
 
+def operator_on_lists(name: str) -> Any:
+    """An operator for `as_operator_on_lists`."""
+    operator = torch.library.custom_op(
+        f"shardweave::{name}", _run_all, mutates_args=(), schema="(Tensor?[] tensors, int request) -> Tensor[]"
+    )
+    operator.register_fake(lambda tensors, request: _request(request).fake(tensors))  # type: ignore[misc]
+    return operator
+
+
 def as_one_operator(
     run: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
-    collectives: Callable[[torch.Tensor], list[tuple[Any, ...]]],
+    collectives: Callable[[torch.Tensor], list[Collective]],
 ) -> torch.Tensor:
     """Call `run(x)`, which redistributes `x`, as one operator that all active modes see; `run` itself is below them.
 
     Policies of selective activation checkpointing are applied to the collectives that torch would have issued instead:
     `collectives(x)`, each an operator and its arguments.
     """
+    with _policies(lambda mode: partial(_policy, mode.policy_fn, collectives(x))):
+        return _call(_operator, x, _Request(run))
+
+
+def as_operator_on_lists(
+    operator: Any,
+    run: Callable[[list[Any], bool], list[torch.Tensor]],
+    fake: Callable[[list[Any]], list[torch.Tensor]],
+    tensors: Sequence[torch.Tensor | None],
+    collective: Collective,
+    like: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Call `run(tensors, saved)` as one operator that all active modes see; `run` itself is below them.
+
+    Policies of selective activation checkpointing are applied to `collective` before the call. `saved`: one of them
+    saves the results, which then must be memory that nothing else uses.
+
+    Args:
+        operator: of `operator_on_lists`.
+        fake: the results of `run` for tensors without memory.
+        like: a tensor of the shape and dtype of the collective's result, for policies that ask for it.
+    """
+    saved = False
+
+    def answered(mode: Any) -> Callable[..., Any]:
+        nonlocal saved
+        context = SelectiveCheckpointContext(is_recompute=isinstance(mode, _CachedTorchDispatchMode))
+        context.op_output = like
+        answer = _policy(mode.policy_fn, [collective], context)
+        saved |= answer in _SAVING and isinstance(mode, _CachingTorchDispatchMode)
+        return lambda *_, **__: answer
+
+    with torch.no_grad(), _policies(answered):
+        return _call(operator, [*tensors], _Request(lambda given: run(given, saved), fake))
+
+
+def _call(operator: Any, given: Any, request: _Request) -> Any:
+    handle = next(_handles)
+    _requests[handle] = request
+    try:
+        return operator(given, handle)
+    finally:
+        del _requests[handle]
+
+
+@contextmanager
+def _policies(replacement: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """A context in which `replacement(mode)` is the policy of each checkpointed region."""
     # Before torch 2.13 policies are also applied when a region is recomputed.
     checkpointing = _CachingTorchDispatchMode, _CachedTorchDispatchMode
     regions = [mode for mode in active_modes() if isinstance(mode, checkpointing) and hasattr(mode, "policy_fn")]
     policies = [mode.policy_fn for mode in regions]
-    handle = next(_handles)
-    _requests[handle] = run
     try:
         for mode in regions:
-            mode.policy_fn = partial(_policy, mode.policy_fn, collectives(x))
-        return _operator(x, handle)
+            mode.policy_fn = replacement(mode)
+        yield
     finally:
-        del _requests[handle]
         for mode, policy in zip(regions, policies, strict=True):
             mode.policy_fn = policy
 
 
-def _policy(policy: Callable[..., Any], collectives: list[tuple[Any, ...]], context: Any, *_: Any) -> Any:
+_SAVING = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+def _policy(policy: Callable[..., Any], collectives: list[Collective], context: Any, *_: Any) -> Any:
     """A policy's answer for the first of torch's operators that it would save, or else for the first operator."""
     answers = [policy(context, operator, *args) for operator, *args in collectives]
-    saving = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-    return next((answer for answer in answers if answer in saving), answers[0])
+    return next((answer for answer in answers if answer in _SAVING), answers[0])
 
 
 def torchs_collectives(current: DTensorSpec, target: DTensorSpec, x: torch.Tensor) -> list[tuple[Any, ...]]:

@@ -18,6 +18,7 @@ from .batch import BoundBatch
 from .bind import BoundProgram
 from .call import why_no_data
 from .choose_algorithm import Reduction, check_reduction
+from .dispatch_modes import below_modes_with_memory
 
 
 def simulate(
@@ -48,7 +49,20 @@ def simulate(
 
     Raises:
         ArgumentError: a program of one rank, a wrong number of tensors, or a wrong shape, dtype or device.
+        UnsupportedError: a fake tensor mode is active. Other dispatch modes see nothing of the call.
     """
+    with below_modes_with_memory():
+        return _simulate(program, locals_, one_sided, backend, reduction, node_size)
+
+
+def _simulate(
+    program: Program | Batch,
+    locals_: Sequence[Any],
+    one_sided: bool,
+    backend: str | None,
+    reduction: Reduction,
+    node_size: int | None,
+) -> list[Any]:
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ArgumentError(f"backend: {shown(backend)}; allowed: {', '.join(map(repr, BACKENDS))}, or None")
     if node_size is not None and (type(node_size) is not int or node_size < 1):

@@ -11,6 +11,7 @@ from ...errors import ArgumentError, shown
 from ...kernels import PAYLOADS, contiguous_rows, fill_rows
 from ...kernels import silu_and_mul as write_result
 from ...kernels import silu_and_mul_backward as write_gradients
+from ..executor.dispatch_modes import under_modes
 from .config import fill_value
 from .routed import RoutedTokens
 
@@ -49,27 +50,29 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, routed: RoutedTokens) -> 
             raise ArgumentError(f"{name}: {x.dtype}; allowed: {gate.dtype}, as gate")
         if x.device != routed.x.device:
             raise ArgumentError(f"{name}: on {x.device}; allowed: {routed.x.device}")
-    given = gate.flatten(0, -2), up.flatten(0, -2)
-    out: torch.Tensor = SiluAndMul.apply(*given, routed.num_rows, routed._config.zero_rows)
-    return out.view(gate.shape)
+    out: torch.Tensor = SiluAndMul.apply(gate, up, routed.num_rows, routed._config.zero_rows)
+    return out
 
 
 class SiluAndMul(torch.autograd.Function):
-    """(gate [R, F], up [R, F], num_rows int32 [1], DispatchConfig.zero_rows) to silu(gate) * up. Backward keeps the
-    tensors."""
+    """(gate, up, num_rows int32 [1], DispatchConfig.zero_rows) to silu(gate) * up. Backward keeps the tensors."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, zero_rows: bool | None
     ) -> torch.Tensor:
         ctx.save_for_backward(gate, up, num_rows)
-        return (forward_op if torch.compiler.is_compiling() else _forward)(gate, up, num_rows, zero_rows)
+        return (forward_op if _needs_operator() else _forward)(gate, up, num_rows, zero_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        backward = backward_op if torch.compiler.is_compiling() else _backward
+        backward = backward_op if _needs_operator() else _backward
         return (*backward(gradient, *ctx.saved_tensors), None, None)
+
+
+def _needs_operator() -> bool:
+    return torch.compiler.is_compiling() or under_modes()
 
 
 def _new(x: torch.Tensor) -> torch.Tensor:
@@ -78,9 +81,9 @@ def _new(x: torch.Tensor) -> torch.Tensor:
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, zero_rows: bool | None) -> torch.Tensor:
     out, rest = _new(gate), fill_value(zero_rows)
-    write_result(contiguous_rows(gate), contiguous_rows(up), num_rows, out)
+    write_result(_rows(gate), _rows(up), num_rows, _rows(out))
     if rest is not None:
-        fill_rows(out, num_rows, rest)
+        fill_rows(_rows(out), num_rows, rest)
     return out
 
 
@@ -88,11 +91,17 @@ def _backward(
     gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gate_out, up_out = _new(gate), _new(up)
-    write_gradients(contiguous_rows(gradient), contiguous_rows(gate), contiguous_rows(up), num_rows, gate_out, up_out)
+    write_gradients(_rows(gradient), _rows(gate), _rows(up), num_rows, _rows(gate_out), _rows(up_out))
     return gate_out, up_out
 
 
-# For `torch.compile`, which cannot trace launchers. They do not communicate, so unused calls may be dropped.
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`, batched or not, as [R, F]; of contiguous tensors a view."""
+    return contiguous_rows(x.flatten(0, -2))
+
+
+# For dispatch modes, and for `torch.compile`, which cannot trace launchers. Unused calls may be dropped, since they do
+# not communicate.
 forward_op = torch.library.custom_op("shardweave::silu_and_mul", _forward, mutates_args=())
 backward_op = torch.library.custom_op("shardweave::silu_and_mul_backward", _backward, mutates_args=())
 forward_op.register_fake(lambda gate, up, num_rows, zero_rows: _new(gate))

@@ -10,20 +10,31 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...errors import ArgumentError, UnsupportedError
-from . import ops
-from .config import DispatchConfig, fill_value
+from ..executor import dispatch_modes
+from ..executor.dispatch_modes import below_modes, under_modes
+from . import operations, ops
+from .config import DispatchConfig
 from .dispatch_record import DispatchRecord, Tokens
-from .engine import Received, TokenEngine
-from .packed_rows import ScaleBlocks
+from .engine import TokenEngine
+from .operations import Arrived, by_group, flat_rows, padded_gradients, records_of, tensors_of, unpacked
 from .redispatch import RowsAgain
 from .routed import RoutedTokens
+from .transfer.base import TokenTransfer
 
 
 def dispatch_tokens(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[RoutedTokens]:
     """TokenDispatcher.dispatch of all ranks in this process."""
-    if engine.config.save == "redispatch" and torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if engine.config.save == "redispatch" and compiling:
         raise UnsupportedError('save="redispatch" under torch.compile; allowed: "buffer", "copy"')
-    return routed_tokens(engine, engine.config, [t._replace(weights=copied_weights(t.weights)) for t in tokens])
+    if compiling or not dispatch_modes.count_dispatch_modes():
+        copies = [copied_weights(item.weights) for item in tokens]
+        return routed_tokens(engine, engine.config, tokens, copies, compiling=compiling)
+    with below_modes():
+        copies = [copied_weights(item.weights) for item in tokens]
+    done = operations.dispatch(engine, with_weights(tokens, copies))
+    with below_modes():
+        return routed_tokens(engine, engine.config, tokens, copies, done)
 
 
 def copied_weights(weights: torch.Tensor) -> torch.Tensor:
@@ -36,52 +47,79 @@ def copied_weights(weights: torch.Tensor) -> torch.Tensor:
     return weights.clone() if weights.dtype is torch.float32 else weights.float()
 
 
+def with_weights(tokens: Sequence[Tokens], weights: Sequence[torch.Tensor]) -> list[Tokens]:
+    """Return the tokens with other weights."""
+    return [Tokens(x, ids, given) for (x, ids, _), given in zip(tokens, weights, strict=True)]
+
+
 def routed_tokens(
-    engine: TokenEngine, config: DispatchConfig, tokens: Sequence[Tokens], done: Sequence[Received] | None = None
+    engine: TokenEngine,
+    config: DispatchConfig,
+    tokens: Sequence[Tokens],
+    copies: Sequence[torch.Tensor],
+    done: Sequence[Arrived] | None = None,
+    compiling: bool = False,
 ) -> list[RoutedTokens]:
-    """Dispatch tokens with float32 weights. `done`: what the ranks received, if that has been done, with `config`."""
+    """Dispatch tokens.
+
+    Args:
+        copies: of `copied_weights`, which are sent.
+        done: what the ranks received, if that has been done, with `config`.
+        compiling: torch.compile is tracing.
+    """
     n, again = len(tokens), config.save == "redispatch"
     if done is not None:
         _check_active_ranks(engine, config.active_ranks, "finish of a dispatch")
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    differentiable: Sequence[torch.Tensor] = ()
+    if torch.is_grad_enabled() or compiling:
         xs, ids, weights = zip(*tokens, strict=True)
-        *received, records, data = Dispatch.apply(engine, done, *xs, *weights, *ids)
-        differentiable = zip(received[:n], received[n:], records, strict=True)
-        pairs: Sequence[Received] = [(x, record._replace(weights=numbers)) for x, numbers, record in differentiable]
+        *differentiable, received = Dispatch.apply(engine, config, done, *xs, *weights, *ids, *copies)
+    elif done is not None:
+        received = done
     else:  # without the host time of autograd
-        pairs = engine._run_dispatch(tokens) if done is None else done
-        data = None
+        sent = [(x, ids, weights) for (x, ids, _), weights in zip(tokens, copies, strict=True)]
+        received = engine._run_dispatch(sent)
     routed = []
-    for i, (transfer, item, (x, record)) in enumerate(zip(engine.transfers, tokens, pairs, strict=True)):
-        row_weights = record.weights
-        payloads, grad_rows = [x], None
-        if config.packed is not None:
-            # Unused rows are copied where they have been filled.
-            fill = fill_value(config.zero_rows)
-            num_rows = None if torch.compiler.is_compiling() or fill is not None else record.groups.num_rows
-            shape = config.blocked_scales(transfer.me)
-            blocks = None if shape is None else ScaleBlocks(record.groups.offsets, shape, -1 if fill else 0)
-            payloads = config.packed.unpack(x if data is None else data[i], num_rows, blocks, record.scale)
-            grad_rows = None if data is None else x
-        if config.batched:
-            groups = config.bounds[transfer.me + 1] - config.bounds[transfer.me]
-            payloads = [
-                _by_group(payload, groups, config)
-                if n != 1 or config.scale_layout is None
-                else payload.view(groups, payload.numel() // max(groups, 1))
-                for n, payload in enumerate(payloads)
-            ]
-            row_weights = _by_group(row_weights, groups, config)
-            grad_rows = None if grad_rows is None else _by_group(grad_rows, groups, config)
+    for i, (transfer, item, (rows, record)) in enumerate(zip(engine.transfers, tokens, received, strict=True)):
+        grad_rows = None
+        if differentiable:
+            payloads, row_weights = rows, differentiable[n + i]
+            if config.packed is None:
+                payloads = [differentiable[i]]
+            else:
+                grad_rows = differentiable[i]
+        else:
+            payloads, row_weights = _of_rank(config, transfer, rows, record)
         x, *others = payloads
         kept, rows_again = (item.x.detach(), RowsAgain(x, item.x)) if again else (None, None)
         source = engine.handle, transfer.me
         routed.append(
-            RoutedTokens(
-                x, row_weights, item.weights, record, config, source, kept, rows_again, tuple(others), grad_rows
-            )
+            RoutedTokens(x, row_weights, copies[i], record, config, source, kept, rows_again, tuple(others), grad_rows)
         )
     return routed
+
+
+def _of_rank(
+    config: DispatchConfig, transfer: TokenTransfer, rows: torch.Tensor | list[torch.Tensor], record: DispatchRecord
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the payloads that a rank received, and the weights of its rows, in the shapes of RoutedTokens.
+
+    Args:
+        rows: of `TokenEngine._run_dispatch`, or the payloads of them.
+    """
+    if isinstance(rows, torch.Tensor):
+        rows = [rows] if config.packed is None else unpacked(config, transfer, rows, record)
+    if not config.batched:
+        return rows, record.weights
+    groups = config.bounds[transfer.me + 1] - config.bounds[transfer.me]
+    # Detached: what autograd records must be no views, since callers may write it in place.
+    payloads = [
+        by_group(payload, groups, config).detach()
+        if n != 1 or config.scale_layout is None
+        else payload.view(groups, payload.numel() // max(groups, 1))
+        for n, payload in enumerate(rows)
+    ]
+    return payloads, by_group(record.weights, groups, config).detach()
 
 
 def combine_tokens(
@@ -93,22 +131,25 @@ def combine_tokens(
     weighted: bool,
 ) -> list[torch.Tensor]:
     """TokenDispatcher.combine of all ranks in this process."""
-    if engine.config.batched:
-        values = [_padded(v.reshape(-1, engine.config.hidden), engine.config.rows) for v in values]
+    compiling = torch.compiler.is_compiling()
+    if not compiling and dispatch_modes.count_dispatch_modes():
+        return _combine_under_modes(engine, values, routed, outs, adds, weighted, False)()
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)
     given = given_outs(outs)
-    if given:
-        with torch.no_grad():
-            _combine(engine, records, values, given, weights, adds)
-        if not torch.compiler.is_compiling():
-            note_written(given)
-        return given
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if not given and (torch.is_grad_enabled() or compiling):
+        return _differentiable(engine, values, routed, weights, adds, None)
+    if engine.config.batched:
+        values = [flat_rows(v, engine.config) for v in values]
+    if not given:
         sums = engine._new_sums(records)
         engine._run_combine(records, values, sums, weights, adds)
         return sums
-    return _differentiable(engine, values, routed, weights, adds, None)
+    with torch.no_grad():
+        (ops.combine if compiling else TokenEngine._run_combine)(engine, records, values, given, weights, adds)
+    if not compiling:
+        note_written(given)
+    return given
 
 
 def start_combine(
@@ -120,15 +161,16 @@ def start_combine(
     weighted: bool,
 ) -> Callable[[], list[torch.Tensor]]:
     """TokenDispatcher.combine_start of all ranks in this process; return a function that waits for the sums."""
-    if engine.config.batched:
-        values = [_padded(v.reshape(-1, engine.config.hidden), engine.config.rows) for v in values]
+    if under_modes():
+        return _combine_under_modes(engine, values, routed, outs, adds, weighted, True)
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)
     given = given_outs(outs)
     note_written(given)
     with torch.no_grad():
         sums = given or engine._new_sums(records)
-        wait = engine._start_combine(records, values, sums, weights, adds)
+        rows = [flat_rows(v, engine.config) for v in values]  # not of a batched dispatcher: as they are
+        wait = engine._start_combine(records, rows, sums, weights, adds)
     active_ranks = engine.config.active_ranks
 
     def finish() -> list[torch.Tensor]:
@@ -137,6 +179,32 @@ def start_combine(
             return sums
         _check_active_ranks(engine, active_ranks, "finish of a combine with gradients")
         return _differentiable(engine, values, routed, weights, adds, sums)
+
+    return finish
+
+
+def _combine_under_modes(
+    engine: TokenEngine,
+    values: Sequence[torch.Tensor],
+    routed: Sequence[RoutedTokens],
+    outs: Sequence[torch.Tensor | None],
+    adds: Sequence[torch.Tensor | None],
+    weighted: bool,
+    started: bool,
+) -> Callable[[], list[torch.Tensor]]:
+    """`start_combine` as one operator, which is complete when this returns."""
+    weights = [r.topk_weights if weighted else None for r in routed]
+    given = given_outs(outs)
+    sums = operations.combine(engine, [r._record for r in routed], values, weights, adds, started)
+    with below_modes(), torch.no_grad():
+        for out, total in zip(given, sums, strict=bool(given)):
+            out.copy_(total)
+
+    def finish() -> list[torch.Tensor]:
+        if given or not torch.is_grad_enabled():
+            return given or sums
+        with below_modes():
+            return _differentiable(engine, values, routed, weights, adds, sums)
 
     return finish
 
@@ -153,7 +221,7 @@ def _differentiable(
     records = tuple(r._record for r in routed)
     tokens = [r._tokens for r in routed if r._tokens is not None]
     again = [r._again for r in routed if r._again is not None]
-    row_weights = [record.weights for record in records]
+    row_weights = [r.weights for r in routed]
     weighted = weights[0] is not None
     of_tokens = [w.detach() for w in weights if w is not None] if weighted else None
     return list(Combine.apply(engine, of_tokens, again, records, done, *values, *row_weights, *adds, *tokens))
@@ -178,43 +246,8 @@ def note_written(outs: Sequence[torch.Tensor]) -> None:
             torch.autograd.graph.increment_version(out)
 
 
-def _by_group(rows: torch.Tensor, groups: int, config: DispatchConfig) -> torch.Tensor:
-    """Return batched rows, [rows, ...], as [S_local, C, ...]."""
-    assert config.expert_capacity is not None
-    return rows[: groups * config.expert_capacity].view(groups, config.expert_capacity, *rows.shape[1:])
-
-
-def _padded(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return `values` with at least `rows` rows; a rank may have fewer physical experts than others."""
-    return values if len(values) >= rows else torch.nn.functional.pad(values, (0, 0, 0, rows - len(values)))
-
-
-def _combine(engine: TokenEngine, *given: Any) -> None:
-    if torch.compiler.is_compiling():
-        ops.combine(engine, *given)
-    else:
-        engine._run_combine(*given)
-
-
 def _new_sums(engine: TokenEngine, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
     return ops.new_sums(engine, records) if torch.compiler.is_compiling() else engine._new_sums(records)
-
-
-def _saved(ctx: Any, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
-    """Return the tensors of the records but for the weights, for `save_for_backward`, which frees them after
-    backward."""
-    ctx.num_records = len(records)
-    return [tensor for record in records for tensor in record.tensors()[1:]]
-
-
-def _restored(
-    ctx: Any, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None = None
-) -> list[DispatchRecord]:
-    """Return the records of `_saved`; without weights, `DispatchRecord.weights` must not be read."""
-    each = len(tensors) // ctx.num_records
-    parts = [tensors[i : i + each] for i in range(0, len(tensors), each)]
-    given = [part[0] for part in parts] if weights is None else weights
-    return [DispatchRecord.of([w, *part]) for w, part in zip(given, parts, strict=True)]
 
 
 def _engine_of(ctx: Any) -> TokenEngine:
@@ -235,69 +268,77 @@ def _check_active_ranks(engine: TokenEngine, before: Sequence[int] | None, what:
         raise UnsupportedError(f"{what} after set_active_ranks; allowed: before it, or of a dispatch since")
 
 
-def _stand_in(config: DispatchConfig, rows: torch.Tensor) -> torch.Tensor:
-    """Return [rows, H] without memory of its own for each element; its values are undefined."""
-    return rows.new_empty(1, dtype=config.dtype).expand(config.rows, config.hidden)
+def _stand_in(config: DispatchConfig, weights: torch.Tensor) -> torch.Tensor:
+    """Return [*weights.shape, H] without memory of its own for each element; its values are undefined."""
+    return weights.new_empty(1, dtype=config.dtype).expand(*weights.shape, config.hidden)
 
 
 class Dispatch(torch.autograd.Function):
-    """(engine, done, *xs, *weights, *ids) to (*rows, *row_weights, records, data).
+    """(engine, config, done, *xs, *weights, *ids, *copies) to (*rows, *row_weights, received), in the shapes of
+    RoutedTokens: `received` are the payloads and the record of each rank.
 
-    `done` is what the ranks have received already, or None. Rows and their weights are differentiable. Packed rows are
-    not: they are `data`, and `rows` stand for them in autograd, without memory. Backward keeps the records without
-    weights, and nothing of [rows, H].
+    `copies` are the weights that are sent. `done` is what the ranks have received already, or None. Rows and their
+    weights are differentiable. Packed rows are not: `rows` stand for them in autograd, without memory. Backward keeps
+    the records without weights, and nothing of [rows, H].
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, engine: TokenEngine, done: Sequence[Received] | None, *given: torch.Tensor
+        ctx: Any, engine: TokenEngine, config: DispatchConfig, done: Sequence[Arrived] | None, *given: torch.Tensor
     ) -> tuple[Any, ...]:
         n = len(engine.transfers)
-        tokens = [Tokens(x, i, w) for x, w, i in zip(given[:n], given[n : 2 * n], given[2 * n :], strict=True)]
-        if torch.compiler.is_compiling():
-            received: Sequence[Received] = ops.dispatch(engine, tokens)
-        else:
-            received = engine._run_dispatch(tokens) if done is None else done
+        xs, weights, ids, copies = (given[i : i + n] for i in range(0, 4 * n, n))
+        received: Sequence[tuple[Any, DispatchRecord]] | None = done
+        compiling = torch.compiler.is_compiling()
+        if received is None:
+            tokens = [Tokens(*item) for item in zip(xs, ids, copies, strict=True)]
+            received = ops.dispatch(engine, tokens) if compiling else engine._run_dispatch(tokens)
+        if not compiling:
             ctx.set_materialize_grads(False)
-        records = tuple(record for _, record in received)
-        ctx.save_for_backward(*_saved(ctx, records))
+        records = [record for _, record in received]
+        of_ranks = [
+            _of_rank(config, transfer, rows, record)
+            for transfer, (rows, record) in zip(engine.transfers, received, strict=True)
+        ]
+        rows, row_weights = [payloads[0] for payloads, _ in of_ranks], [weights for _, weights in of_ranks]
+        ctx.save_for_backward(*[tensor for record in records for tensor in record.tensors()[1:]])
         ctx.engine, ctx.active_ranks = engine, engine.config.active_ranks
-        rows: list[torch.Tensor] = [rows for rows, _ in received]
-        data: tuple[torch.Tensor, ...] = ()
-        if engine.config.packed is not None:
-            rows, data = [_stand_in(engine.config, of_rank) for of_rank in rows], tuple(rows)
-        return (*rows, *[record.weights for record in records], records, data)
+        ctx.dtypes = [w.dtype for w in weights]
+        if config.packed is not None:
+            rows = [_stand_in(config, w) for w in row_weights]
+        data = tuple((payloads, record) for (payloads, _), record in zip(of_ranks, records, strict=True))
+        return (*rows, *row_weights, data)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         engine = _engine_of(ctx)
-        config, n, records = engine.config, len(engine.transfers), _restored(ctx, ctx.saved_tensors)
-        shape, device = (config.rows, config.hidden), records[0].matrix.device
-        rows, row_weights = (
-            [torch.zeros(size, dtype=dtype, device=device) if g is None else g for g in part]
-            for part, size, dtype in (
-                (gradients[:n], shape, config.dtype),
-                (gradients[n : 2 * n], shape[:1], torch.float32),
-            )
-        )
-        sums = _new_sums(engine, records)
+        n = len(engine.transfers)
+        saved = ctx.saved_tensors
+        each = len(saved) // n
+        parts = [saved[i : i + each] for i in range(0, n * each, each)]
+        # Without the weights of rows, which are not read: another tensor takes their place.
+        records = [DispatchRecord.of([part[0], *part]) for part in parts]
+        given = gradients[:n], gradients[n : 2 * n]
         if torch.compiler.is_compiling():
+            sums = ops.new_sums(engine, records)
+            rows, row_weights = padded_gradients(engine.config, records, *given)
             weights = ops.dispatch_backward(engine, records, rows, row_weights, sums)
+            weights = [w.to(dtype) for w, dtype in zip(weights, ctx.dtypes, strict=True)]
         else:
-            weights = engine._run_dispatch_backward(records, rows, row_weights, sums)
-        return (None, None, *sums, *weights, *[None] * n)
+            sums, weights = operations.dispatch_backward(engine, records, *given, ctx.dtypes)
+        return (None, None, None, *sums, *weights, *[None] * (2 * n))
 
 
 class Combine(torch.autograd.Function):
     """(engine, weights, again, records, done, *values, *row_weights, *adds, *tokens) to each rank's sums.
 
     `weights` are those of the tokens, float32 [T, K] each, or None: not weighted. `row_weights` are the same weights on
-    the ranks of the rows, as Dispatch returned them. Those get the gradient, [rows], and the backward of Dispatch
+    the ranks of the rows, as Dispatch returned them. Those get the gradient, and the backward of Dispatch
     returns it to the tokens with that of the rows, in one exchange. They also tie the two functions: on a rank whose
     experts return nothing that depends on the received rows, since it has none, say, the backward of Dispatch runs
     nevertheless, as its peers need. `done` are the sums, if they have been written, or None. Backward keeps the values
-    if weighted, the row weights and the records. Adds may be None. `again` is empty, or has for each rank the rows that
+    if weighted, and the records. Adds may be None. `again` is empty, or has for each rank the rows that
     its experts' backward needs: then backward keeps `tokens` and dispatches them again.
     """
 
@@ -312,11 +353,16 @@ class Combine(torch.autograd.Function):
         *given: Any,
     ) -> tuple[torch.Tensor, ...]:
         n = len(engine.transfers)
-        values, row_weights, adds = [list(given[i * n : i * n + n]) for i in range(3)]
+        values, adds = given[:n], given[2 * n : 3 * n]
         sums, weighted = _new_sums(engine, records) if done is None else done, weights is not None
+        compiling = torch.compiler.is_compiling()
         if done is None:
-            _combine(engine, records, values, sums, weights or [None] * n, adds)
-        ctx.save_for_backward(*given[3 * n :], *(values if weighted else []), *row_weights, *_saved(ctx, records))
+            rows = [flat_rows(v, engine.config) for v in values] if engine.config.batched else values
+            run = ops.combine if compiling else TokenEngine._run_combine
+            run(engine, records, rows, sums, weights or [None] * n, adds)
+        if not compiling:
+            ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given[3 * n :], *(values if weighted else []), *tensors_of(records))
         ctx.engine, ctx.weighted, ctx.added = engine, weighted, [a is not None for a in adds]
         ctx.active_ranks = engine.config.active_ranks
         ctx.number, ctx.again = len(given), [weakref.ref(a) for a in again]
@@ -329,18 +375,30 @@ class Combine(torch.autograd.Function):
         n, saved = len(engine.transfers), list(ctx.saved_tensors)
         tokens, saved = saved[: len(ctx.again)], saved[len(ctx.again) :]
         values, saved = (saved[:n], saved[n:]) if ctx.weighted else ([], saved)
-        records = _restored(ctx, saved[n:], saved[:n])
-        if tokens:
-            # Without weights the backward of combine pushes rows as dispatch does.
-            rows, _ = engine._run_combine_backward(records, tokens, [])
+        records = records_of(saved, n)
+        if torch.compiler.is_compiling():
+            of_values, of_weights = _combine_backward_compiled(engine, records, gradients, values)
+        else:
+            of_values, of_weights, rows = operations.combine_backward(engine, records, gradients, values, tokens)
             for kept, x in zip(ctx.again, rows, strict=True):
                 again = kept()
                 if again is not None:  # else no saved tensor needs the rows here; peers' may nevertheless
                     again.rows = x
-        if torch.compiler.is_compiling():
-            of_values, of_weights = ops.combine_backward(engine, records, gradients, values)
-        else:
-            of_values, of_weights = engine._run_combine_backward(records, gradients, values)
         added = [g if was else None for g, was in zip(gradients, ctx.added, strict=True)]
         weights = of_weights if ctx.weighted else [None] * n
         return (None, None, None, None, None, *of_values, *weights, *added, *[None] * (ctx.number - 3 * n))
+
+
+def _combine_backward_compiled(
+    engine: TokenEngine,
+    records: Sequence[DispatchRecord],
+    gradients: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    config = engine.config
+    results = ops.combine_backward(engine, records, gradients, [flat_rows(v, config) for v in values])
+    groups = [config.bounds[t.me + 1] - config.bounds[t.me] for t in engine.transfers]
+    of_values, of_weights = (
+        [by_group(x, number, config) for x, number in zip(part, groups, strict=bool(part))] for part in results
+    )
+    return of_values, of_weights

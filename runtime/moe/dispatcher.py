@@ -17,6 +17,7 @@ from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from .. import flight_recorder
 from ..executor.call import binding, naming, refuse, refuse_among, refuse_unplanned
+from ..executor.dispatch_modes import hidden_from_modes
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end, start_in_background
 from ..statistics import stats
@@ -151,6 +152,7 @@ class TokenDispatcher(TokenEngine):
     """
 
     @takes_settings()
+    @hidden_from_modes
     def __init__(
         self,
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
@@ -181,7 +183,7 @@ class TokenDispatcher(TokenEngine):
         rank = dist.get_rank()
         if rank not in ranks:
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: a group with this rank, {rank}")
-        self._group, device = group, device_of(device)
+        self._group, device, self.group_name = group, device_of(device), str(group.group_name)
         try:
             config, name, number, why = self._choose(ranks, device, transport, settings)
         except (ArgumentError, UnsupportedError) as error:
@@ -354,7 +356,8 @@ class TokenDispatcher(TokenEngine):
         start; with overflow="raise" they finish them between the same starts. Other calls of shardweave wait for those
         in flight. Arguments must not be written until `finish` has returned; from then on as after `dispatch`.
 
-        Differentiable; backward is in one phase, as that of `dispatch`. Graphs of torch.compile do not have it.
+        Differentiable; backward is in one phase, as that of `dispatch`. Graphs of torch.compile do not have it. Under
+        dispatch modes, which see one operator, the dispatch is complete when this returns.
 
         Args:
             x, topk_ids, topk_weights, scale: as for `dispatch`.
@@ -425,6 +428,7 @@ class TokenDispatcher(TokenEngine):
         self._check_combine(expert_output, routed, out, add, weighted)
         return start_combines(self, [expert_output], [routed], [out], [add], weighted, _only)
 
+    @hidden_from_modes
     def check(self) -> None:
         """Wait for the dispatches so far.
 
@@ -436,6 +440,7 @@ class TokenDispatcher(TokenEngine):
         if not isinstance(self._transport, InProcessTransport) and self._transport.error is not None:
             raise self._transport.error
 
+    @hidden_from_modes
     def set_active_ranks(self, ranks: Sequence[int] | None) -> None:
         """Mask ranks out of the calls from now on, or take them back, without communicating or new buffers.
 
@@ -533,6 +538,7 @@ class _Reporting:
     def __init__(self, transport: AnyTransport | InProcessTransport, participants: tuple[int, ...]) -> None:
         self._transport, self._participants = transport, participants
 
+    @hidden_from_modes
     def report(self, error: ArgumentError) -> None:
         transport = self._transport
         # Others wait for no rank that is masked out.

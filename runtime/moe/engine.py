@@ -12,6 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ...errors import ArgumentError
 from ...kernels import contiguous_rows, on_device
+from ..executor.dispatch_modes import hidden_from_modes
 from ..transports.base import Transport
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord, Tokens
@@ -56,7 +57,10 @@ class TokenEngine:
         handle: the number by which operators find this object.
         state: what operators declare as mutated, common to all dispatchers of a transport.
         started: the dispatches and combines that have started and may not be finished.
+        group_name: of the process group; empty for virtual ranks.
     """
+
+    group_name = ""
 
     def __init__(self, config: DispatchConfig, transfers: Sequence[TokenTransfer], name: str, why: str = "") -> None:
         self.config, self.transfers, self.name, self.why = config, transfers, name, why
@@ -88,6 +92,7 @@ class TokenEngine:
         results = self.run(operation, runs)
         return lambda: results
 
+    @hidden_from_modes
     def check(self) -> None:
         """Wait for the dispatches so far.
 
@@ -98,6 +103,7 @@ class TokenEngine:
             self.started.note(self._overflow)
             self._overflow.check(0)
 
+    @hidden_from_modes
     def _use_config(self, config: DispatchConfig) -> None:
         """Use another config from now on, which differs in the experts of physical experts or the active ranks only.
         Dispatches so far keep theirs."""
@@ -114,31 +120,39 @@ class TokenEngine:
 
     def _run_dispatch(
         self,
-        tokens: Sequence[Tokens],
+        tokens: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
         outs: Sequence[tuple[torch.Tensor, ...]] | None = None,
         known: Sequence[DispatchRecord] | None = None,
     ) -> list[Received]:
         """Send tokens to their destinations.
 
         Args:
+            tokens: of each rank, as `Tokens`.
             outs: of each rank memory for copies of the rows and of their weights, as for `TokenTransfer.dispatch`.
                 Default: new memory with save="copy", otherwise the result is memory of the transport.
             known: the records of an earlier dispatch of the same ids, whose overflow has been noted.
         """
         with on_device(self.transfers[0].device):
-            tokens = [Tokens(self._rows_of(x), ids, weights) for x, ids, weights in in_memory(*tokens)]
-            received: list[Received] = self.run(DISPATCH, self._dispatches(tokens, outs, known))
+            items = [Tokens(self._rows_of(x), ids, weights) for x, ids, weights in in_memory(*tokens)]
+            received: list[Received] = self.run(DISPATCH, self._dispatches(items, outs, known))
             if self.started.overflows:
                 self.started.note(self._overflow)  # they were before this one
             if known is None:
                 self._overflow.add(received[0][1].groups.overflow)
             return received
 
-    def _start_dispatch(self, tokens: Sequence[Tokens]) -> Callable[[], list[Received]]:
-        """Start to send tokens to their destinations; return a function that waits for what the ranks receive."""
+    def _start_dispatch(
+        self, tokens: Sequence[Tokens], outs: Sequence[tuple[torch.Tensor, ...]] | None = None
+    ) -> Callable[[], list[Received]]:
+        """Start to send tokens to their destinations; return a function that waits for what the ranks receive.
+
+        Args:
+            outs: as for `_run_dispatch`.
+        """
         with on_device(self.transfers[0].device):
             tokens = [Tokens(self._rows_of(x), ids, weights) for x, ids, weights in in_memory(*tokens)]
-            outs = self._new_copies(tokens) if self.config.save == "copy" else None
+            if outs is None and self.config.save == "copy":
+                outs = self._new_copies(tokens)
             given = [x for items in (tokens, outs or ()) for item in items for x in item]
             wait = self.start(DISPATCH, self._dispatches(tokens, outs, None), given)
 

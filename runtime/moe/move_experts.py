@@ -19,6 +19,7 @@ from ...planner import Layout, Mesh, Partial, Replicate, Request, plan_batch
 from ..convert_specs import dtype_name
 from ..executor.batch import BoundBatch
 from ..executor.call import Call
+from ..executor.dispatch_modes import below_modes_with_memory
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.in_process import InProcessTransport
@@ -50,9 +51,10 @@ def move_experts(
 
     Raises:
         ArgumentError: a map with other numbers of experts, or a tensor that is not allowed. Nothing has changed then.
+        UnsupportedError: a fake tensor mode is active. Other dispatch modes see nothing of the call.
         TransportError: a peer died, timed out or passed another map. Weights are not changed.
     """
-    with dispatcher_reporting(dispatcher):
+    with below_modes_with_memory(), dispatcher_reporting(dispatcher):
         rows = _rows_of(dispatcher, tensors)
         old = dispatcher.config
         check_all_active(old, "move_experts")
@@ -62,7 +64,7 @@ def move_experts(
         if new.bounds != old.bounds:
             given, allowed = list(new.experts_per_rank), list(old.experts_per_rank)
             raise ArgumentError(f"expert_map: {given} experts on the ranks; allowed: as many as now, {allowed}")
-    with torch.no_grad(), on_device(dispatcher.transfers[0].device):
+    with below_modes_with_memory(), torch.no_grad(), on_device(dispatcher.transfers[0].device):
         moved = _moved(dispatcher, _held(old), _held(new), rows)
         for x, of in zip(rows, moved, strict=True):
             for slot, row in of.items():
@@ -81,9 +83,10 @@ def sum_replicas(dispatcher: TokenDispatcher, tensors: Sequence[torch.Tensor]) -
 
     Raises:
         ArgumentError: a tensor that is not allowed.
+        UnsupportedError: a fake tensor mode is active. Other dispatch modes see nothing of the call.
         TransportError: a peer died, timed out or made another call.
     """
-    with dispatcher_reporting(dispatcher):
+    with below_modes_with_memory(), dispatcher_reporting(dispatcher):
         rows = _rows_of(dispatcher, tensors)
         check_all_active(dispatcher.config, "sum_replicas")
     held = _held(dispatcher.config)
@@ -92,7 +95,7 @@ def sum_replicas(dispatcher: TokenDispatcher, tensors: Sequence[torch.Tensor]) -
     experts = sorted(e for e, n in number.items() if n > 1)
     own = {e: [slot for slot, other in enumerate(held[me]) if other == e] for e in held[me]}
     requests, inputs, slots = [], [], []
-    with torch.no_grad(), on_device(dispatcher.transfers[0].device):
+    with below_modes_with_memory(), torch.no_grad(), on_device(dispatcher.transfers[0].device):
         for x in rows:
             for e, at in own.items():
                 if number[e] == 1 and len(at) > 1:  # all replicas are on this rank

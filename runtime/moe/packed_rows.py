@@ -82,7 +82,7 @@ class PackedRows:
     def pack(self, payloads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return payloads, [T, *shape] each, as rows, int32 [T, words]."""
         tokens = len(payloads[0])
-        rows = torch.empty((tokens, self.words), dtype=torch.int32, device=payloads[0].device)
+        rows = payloads[0].new_empty((tokens, self.words), dtype=torch.int32)
         for payload, begin, size in zip(payloads, self.begins, self.sizes, strict=True):
             if tokens and size:
                 values = _as_words(payload.detach(), size)

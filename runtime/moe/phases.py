@@ -8,9 +8,12 @@ from typing import TypeVar
 import torch
 
 from ...errors import UnsupportedError
-from .autograd import copied_weights, routed_tokens, start_combine
+from ..executor.dispatch_modes import below_modes, under_modes
+from . import operations
+from .autograd import copied_weights, routed_tokens, start_combine, with_weights
 from .dispatch_record import Tokens
 from .engine import TokenEngine
+from .operations import Arrived, payloads_of
 from .pending import PendingTokens
 from .routed import RoutedTokens
 
@@ -23,9 +26,21 @@ def start_dispatch(
     """Start a dispatch of all ranks in this process. `result`: what `finish` returns of theirs."""
     refuse_compiled("dispatch_start", "dispatch")
     config = engine.config
-    tokens = [item._replace(weights=copied_weights(item.weights)) for item in tokens]
-    wait = engine._start_dispatch([item._replace(x=item.x.detach(), weights=item.weights.detach()) for item in tokens])
-    return PendingTokens(engine.started, "dispatch", lambda: result(routed_tokens(engine, config, tokens, wait())))
+    with below_modes():
+        copies = [copied_weights(item.weights) for item in tokens]
+    done: list[Arrived] | None = None
+    if under_modes():
+        done = operations.dispatch(engine, with_weights(tokens, copies), started=True)
+    else:
+        detached = [item._replace(x=item.x.detach()) for item in tokens]
+        wait = engine._start_dispatch(with_weights(detached, [weights.detach() for weights in copies]))
+
+    def finish() -> T:
+        with below_modes():
+            arrived = payloads_of(engine, config, wait()) if done is None else done
+            return result(routed_tokens(engine, config, tokens, copies, arrived))
+
+    return PendingTokens(engine.started, "dispatch", finish)
 
 
 def start_combines(
@@ -40,7 +55,12 @@ def start_combines(
     """Start a combine of all ranks in this process. `result`: what `finish` returns of theirs."""
     refuse_compiled("combine_start", "combine")
     wait = start_combine(engine, values, routed, outs, adds, weighted)
-    return PendingTokens(engine.started, "combine", lambda: result(wait()))
+
+    def finish() -> T:
+        with below_modes():
+            return result(wait())
+
+    return PendingTokens(engine.started, "combine", finish)
 
 
 def refuse_compiled(name: str, instead: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
+from ..executor.dispatch_modes import hidden_from_modes
 
 
 class RowsAgain:
@@ -41,6 +42,7 @@ class RowsAgain:
         """Return whether torch has written `tokens`, which are to be dispatched again, since their dispatch."""
         return _version(tokens) != self._version
 
+    @hidden_from_modes
     def view(self, shape: torch.Size, strides: tuple[int, ...], offset: int) -> torch.Tensor:
         """Return a view of the new rows.
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
 from ...errors import ArgumentError
 from ...kernels import QUANTIZATIONS, block_width, dequantize_rows, on_device, unblocked_scales
+from ..executor.dispatch_modes import hidden_from_modes
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord
 from .engine import engine_of
@@ -118,6 +120,7 @@ class RoutedTokens:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._again.pack(self.x), unpack)
 
+    @hidden_from_modes
     def output_buffer(self) -> torch.Tensor:
         """Return memory for the experts' output that `combine` does not copy, where the transport has such memory.
 
@@ -147,14 +150,14 @@ class RoutedTokens:
           same memory each time, and it is the dispatch that waits until peers have read it. A graph of experts and
           `combine` alone copies, from buffers that were lent before the capture as well. Replay the graph that has the
           dispatch before each replay of another one with its experts.
-        - Under `torch.compile` it is memory of the graph.
+        - Under `torch.compile` it is memory of the graph. No dispatch mode sees this call.
 
         Raises:
             ArgumentError: the dispatcher was destroyed, or the rank was masked out since.
         """
         shape = *self.weights.shape, self._config.hidden
-        if torch.compiler.is_compiling():
-            return torch.empty(shape, dtype=self._config.dtype, device=self.x.device)
+        if torch.compiler.is_compiling() or isinstance(self.weights, FakeTensor):
+            return self.weights.new_empty(shape, dtype=self._config.dtype)
         handle, me = self._source
         transfer = next((t for t in engine_of(handle).transfers if t.me == me), None)
         if transfer is None:
@@ -194,6 +197,7 @@ class RoutedTokens:
         return self._record.groups.overflow[1]
 
     @property
+    @hidden_from_modes
     def masked(self) -> torch.Tensor:
         """int64 [], (token, k) pairs of all active ranks together that were dropped because only ranks that are not
         active have their expert (`TokenDispatcher.set_active_ranks`); equal on all active ranks."""
@@ -203,6 +207,7 @@ class RoutedTokens:
         _, kept = self._config.active_on(matrix.device)
         return torch.where(kept, 0, matrix).long().sum()
 
+    @hidden_from_modes
     def load(self) -> TokenLoad:
         """Return the distribution of this dispatch's pairs. Neither communicates nor synchronises."""
         per_source = self._record.matrix[:, :-1].long()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +61,7 @@ def whole_of_shares(y: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Ten
     share = max(min(tokens - at, each), 0)
     if len(y) != share:
         raise ArgumentError(f"y: {len(y)} rows; allowed: {share}, this rank's share of {tokens} tokens")
-    stride = torch.empty(shape, device="meta").stride()
+    stride = tuple(math.prod(max(n, 1) for n in shape[d + 1 :]) for d in range(len(shape)))
     shared = DTensor.from_local(y, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     return redistribute(shared, [Replicate()]).to_local()
 

@@ -10,6 +10,7 @@ import torch
 
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
+from ..executor.dispatch_modes import hidden_from_modes
 from ..transports.in_process import InProcessTransport, run_all
 from .autograd import combine_tokens, dispatch_tokens
 from .config import DispatchConfig, takes_settings
@@ -53,6 +54,7 @@ class VirtualTokenDispatcher(TokenEngine):
     """
 
     @takes_settings()
+    @hidden_from_modes
     def __init__(
         self,
         size: int,
@@ -80,6 +82,7 @@ class VirtualTokenDispatcher(TokenEngine):
         results = run_all({transfer.me: run for transfer, run in zip(self.transfers, runs, strict=True)})
         return [results[transfer.me] for transfer in self.transfers]
 
+    @hidden_from_modes
     def set_active_ranks(self, ranks: Sequence[int] | None) -> None:
         """TokenDispatcher.set_active_ranks on all ranks. Lists have one item for each active rank from then on.
 

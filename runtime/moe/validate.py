@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from ...errors import ArgumentError, shown
 from ...kernels import has_contiguous_rows
 from ..dtensor.overlap import overlaps_itself, ranges_overlap
+from ..executor.dispatch_modes import below_modes
 from .config import DispatchConfig
 from .dispatch_record import Tokens
 from .routed import RoutedTokens
@@ -91,7 +93,8 @@ def packed_tokens(
                 f"{name}: {payload.dtype} of shape {tuple(payload.shape)}; allowed: {dtype} of shape [{allowed}]"
             )
         _check_device(name, payload, device)
-    return config.packed.pack(payloads)
+    with below_modes():
+        return config.packed.pack(payloads)
 
 
 def check_combine(
@@ -148,7 +151,8 @@ def check_combine(
                 f"{name}{at}: {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
                 f"{config.dtype} of shape {shape}, the elements of a row adjacent{apart}"
             )
-    if out is not None and not torch.compiler.is_compiling():  # traced tensors have no addresses
+    # Traced and fake tensors have no addresses.
+    if out is not None and not torch.compiler.is_compiling() and not isinstance(out, FakeTensor):
         read = {f"expert_output{at}": values}
         if add is not None and (out.data_ptr(), out.stride()) != (add.data_ptr(), add.stride()):
             read[f"add{at}"] = add  # `out` itself is allowed
@@ -197,6 +201,8 @@ def check_writable(name: str, out: torch.Tensor, others: Mapping[str, torch.Tens
     if isinstance(out, AsyncCollectiveTensor) or out.is_neg():
         kind = "an AsyncCollectiveTensor" if isinstance(out, AsyncCollectiveTensor) else "with the negative bit"
         raise ArgumentError(f"{name}: {kind}; allowed: a tensor whose memory holds its values")
+    if isinstance(out, FakeTensor):
+        return  # it has no address
     for other, tensor in others.items():
         if ranges_overlap(out, tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor):
             raise ArgumentError(f"{name}: overlaps the memory of {other}; allowed: memory of its own")

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardweave.runtime.dtensor import local
+from shardweave.runtime.executor import dispatch_modes
 
 METHODS = frozenset(
     """
@@ -97,6 +98,19 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
+@contextmanager
+def seen_inside() -> Iterator[None]:
+    """A context in which dispatch modes see the operators of which redistributions and dispatches consist."""
+    counts = [(module, module.count_dispatch_modes) for module in (local, dispatch_modes)]
+    for module, _ in counts:
+        module.count_dispatch_modes = lambda: 0
+    try:
+        yield
+    finally:
+        for module, count in counts:
+            module.count_dispatch_modes = count
+
+
 class SyncGuard:
     """A context in which every call that would wait for the device raises `SyncRefused`.
 
@@ -129,8 +143,9 @@ class SyncGuard:
         raise error
 
     def __enter__(self) -> SyncGuard:
-        # This mode sees the operators of a redistribution, not one operator for all of it.
-        self._count, local.count_dispatch_modes = local.count_dispatch_modes, lambda: 0
+        # This mode sees the operators of a redistribution or dispatch, not one operator for all of it.
+        self._inside = seen_inside()
+        self._inside.__enter__()
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -138,7 +153,7 @@ class SyncGuard:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(kind, error, trace)
-        local.count_dispatch_modes = self._count
+        self._inside.__exit__(None, None, None)
         if self._first is not None and error is None:
             raise self._first
 

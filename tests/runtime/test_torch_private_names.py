@@ -58,6 +58,7 @@ NAMES = {
     "torch.distributed.tensor.placement_types._StridedShard": "strided shards: FSDP2 with tensor parallelism",
     "torch.ops._c10d_functional": "dispatch modes that count torch's collectives",
     "torch.ops._dtensor.shard_dim_alltoall.default": "dispatch modes that count torch's collectives",
+    "torch._subclasses.fake_tensor.FakeTensor": "token dispatch under FakeTensorMode",
     "torch.utils._python_dispatch._disable_current_modes": "calls under dispatch modes",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "calls under dispatch modes",
     "torch.utils._pytree.register_pytree_node": "RoutedTokens in torch.compile and activation checkpointing",

@@ -16,6 +16,7 @@ from torch import nn
 
 from ....errors import ArgumentError, UnsupportedError, shown
 from ...executor.call import binding
+from ...executor.dispatch_modes import hidden_from_modes
 from ...transports.choose_transport import TransportName
 from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
@@ -299,6 +300,7 @@ class _InBuffer(torch.autograd.Function):
     """([N, H], routed) to [R, H]: a copy of the rows in the dispatcher's output buffer, which combine does not copy."""
 
     @staticmethod
+    @hidden_from_modes
     def forward(ctx: Any, output: torch.Tensor, routed: RoutedTokens) -> torch.Tensor:  # type: ignore[override]
         ctx.rows = len(output)
         buffer = routed.output_buffer()
@@ -306,5 +308,6 @@ class _InBuffer(torch.autograd.Function):
         return buffer
 
     @staticmethod
+    @hidden_from_modes
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return gradient[: ctx.rows], None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,14 @@ from ....errors import ArgumentError
 from ....kernels import uploaded
 from ....planner import Splits
 from ...executor.call import binding
+from ...executor.dispatch_modes import under_modes
 from ...transports.choose_transport import TransportName
 from ...transports.select import current_transports
 from ..autograd import note_written
 from ..config import DispatchConfig, OverflowPolicy
-from ..dispatch_record import DispatchRecord, Tokens
+from ..dispatch_record import DispatchRecord, Tokens, empty_record
 from ..dispatcher import TokenDispatcher
+from ..operations import DISPATCH, seen_by_modes
 from ..overflow import LATEST, Overflow
 from ..transfer.levels import with_splits
 
@@ -87,6 +90,15 @@ class RoutingHandle:
         self._combined.pop(thread, None)
         self._combined[thread] = of_rows
         return rows
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors, for operators."""
+        own = () if self.expert_ids is None or self.order is None else (self.expert_ids, self.order)
+        return [*own, *self.record.tensors()]
+
+    def of(self, tensors: list[torch.Tensor]) -> RoutingHandle:
+        """Return the routing of these `tensors()`."""
+        return self.engine.handle_of(self.layout, tensors)
 
     @property
     def shape(self) -> torch.Size:
@@ -162,6 +174,57 @@ class SwitchEngine:
         Raises:
             CapacityError, TransportError: as TokenDispatcher.dispatch.
         """
+
+        def run(_: None, saved: bool, topk_idx: torch.Tensor) -> list[torch.Tensor]:
+            handle, counts = self._route(topk_idx, layout)
+            return [counts, *handle.tensors()]
+
+        def fake(topk_idx: torch.Tensor) -> list[torch.Tensor]:
+            config, transfer = self.common.config, self.common.transfers[0]
+            of_layout = replace(config, **self._settings(layout, topk_idx.shape[1]))
+            weights = topk_idx.new_empty(self.rows, dtype=torch.float32)
+            record = empty_record(of_layout, transfer.me, len(topk_idx), weights, transfer.in_chunks)
+            by_k = [topk_idx.new_empty(self.rows, topk_idx.shape[1], dtype=torch.int64) for _ in range(2)]
+            counts = topk_idx.new_empty(self.own_experts, dtype=torch.int64)
+            return [counts, *(by_k if layout == "flat" else ()), *record.tensors()]
+
+        counts, *tensors = self.call(DISPATCH, None, run, fake, topk_idx)
+        return self.handle_of(layout, tensors), counts
+
+    def handle_of(self, layout: str, tensors: list[torch.Tensor]) -> RoutingHandle:
+        """Return the handle with these `RoutingHandle.tensors()`."""
+        if layout != "flat":
+            return RoutingHandle(self, layout, DispatchRecord.of(tensors))
+        expert_ids, order, *of_record = tensors
+        return RoutingHandle(self, layout, DispatchRecord.of(of_record), expert_ids, order)
+
+    def call(
+        self,
+        operator: Any,
+        handle: RoutingHandle | None,
+        run: Callable[..., list[torch.Tensor]],
+        fake: Callable[..., list[torch.Tensor]],
+        *tensors: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """Return `run(handle, saved, *tensors)`, under dispatch modes as one operator.
+
+        Args:
+            operator: of `moe.operations`.
+            run: with `saved` it returns memory that nothing else uses.
+            fake: `fake(*tensors)` is the same without memory.
+        """
+        if not under_modes():
+            return run(handle, False, *tensors)
+        n = len(tensors)
+
+        def seen(given: list[Any], saved: bool) -> list[torch.Tensor]:
+            return run(None if handle is None else handle.of(given[n:]), saved, *given[:n])
+
+        given = [*tensors, *(() if handle is None else handle.tensors())]
+        x = next(tensor for tensor in given if tensor is not None)
+        return seen_by_modes(operator, self.common, seen, lambda given: fake(*given[:n]), given, (x.shape, x.dtype))
+
+    def _route(self, topk_idx: torch.Tensor, layout: str) -> tuple[RoutingHandle, torch.Tensor]:
         flat, unused = layout == "flat", torch.zeros(topk_idx.shape, device=self.device)  # weights of pairs
         if flat:  # rows without a token are zero, which stands for no expert
             given = Tokens((topk_idx + 1).float(), self._ranks_of(topk_idx), unused)

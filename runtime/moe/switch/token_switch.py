@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ....errors import ArgumentError, shown
 from ....kernels import has_contiguous_rows
 from ....planner import Splits
+from ...executor.dispatch_modes import below_modes, hidden_from_modes, under_modes
 from ...transports.choose_transport import TransportName
 from ..config import MOST_ROWS, OverflowPolicy, whole_number
 from ..engine import device_of
+from ..operations import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from .checks import check_expert_tokens, check_layout, check_out, check_outputs, check_tokens, check_topk_idx
 from .engine import RoutingHandle, SwitchEngine
 
@@ -80,6 +82,7 @@ class TokenSwitch(_token_switch.TokenSwitch):
         UnsupportedError: the process group does not support the device; there is no process group.
     """
 
+    @hidden_from_modes
     def __init__(
         self,
         process_group: dist.ProcessGroup | DeviceMesh | None,
@@ -155,7 +158,8 @@ class TokenSwitch(_token_switch.TokenSwitch):
         with torch.inference_mode(False), torch.no_grad():
             handle, counts = self._engine.route(topk_idx, layout)
         if per_expert_token_counts is not None:
-            per_expert_token_counts[: len(counts)].copy_(counts)
+            with below_modes():
+                per_expert_token_counts[: len(counts)].copy_(counts)
         return _token_switch.Routing(handle=handle, topk_idx=topk_idx, layout=layout)
 
     @torch.compiler.disable
@@ -250,6 +254,7 @@ class TokenSwitch(_token_switch.TokenSwitch):
         self._combine(routing, expert_tokens, out)
         return out
 
+    @hidden_from_modes
     def check(self) -> None:
         """Wait for the routings so far.
 
@@ -284,6 +289,13 @@ class TokenSwitch(_token_switch.TokenSwitch):
         out_topk_idx: torch.Tensor | None,
     ) -> None:
         outs = out_tokens, out_topk_weights, out_topk_idx
+        if under_modes():
+            results = _dispatched(self._engine, self._checked(routing), tokens, topk_weights, len(out_tokens))
+            with below_modes(), torch.no_grad():
+                for out, result in zip(outs, results, strict=False):
+                    if out is not None:
+                        out.copy_(result)
+            return
         with torch.no_grad():
             memory = out_tokens[: self._max_recv_tokens_per_rank]
             direct = memory if memory.is_contiguous() else None
@@ -295,6 +307,11 @@ class TokenSwitch(_token_switch.TokenSwitch):
                     out[len(result) :].fill_(unused)
 
     def _combine(self, routing: _token_switch.Routing, expert_tokens: torch.Tensor, out_tokens: torch.Tensor) -> None:
+        if under_modes():
+            total = _combined(self._engine, self._checked(routing), expert_tokens)
+            with below_modes(), torch.no_grad():
+                out_tokens.copy_(total)
+            return
         with torch.no_grad():
             writable = has_contiguous_rows(out_tokens)
             sums = out_tokens if writable else torch.empty_like(out_tokens, memory_format=torch.contiguous_format)
@@ -329,22 +346,61 @@ class _Dispatch(torch.autograd.Function):
         max_recv_tokens: int,
     ) -> Outputs:
         ctx.engine, ctx.handle, ctx.weights_dtype = engine, handle, topk_weights.dtype
-        ctx.save_for_backward(tokens.new_empty(0))
-        rows, weights, ids = engine.dispatch(handle, tokens, topk_weights, None)
-        rows, weights = (_with_rows(x, max_recv_tokens) for x in (rows, weights.to(topk_weights.dtype)))
-        if ids is not None:
-            ids = _with_rows(ids, max_recv_tokens, -1)
-            ctx.mark_non_differentiable(ids)
-        return rows, weights, ids
+        ctx.hidden, ctx.dtype = tokens.shape[1], tokens.dtype
+        ctx.set_materialize_grads(False)
+        with below_modes():
+            ctx.save_for_backward(tokens.new_empty(0))
+        rows, weights, *ids = _dispatched(engine, handle, tokens, topk_weights, max_recv_tokens)
+        ctx.mark_non_differentiable(*ids)
+        return rows, weights, ids[0] if ids else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_rows: torch.Tensor, of_weights: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         _ = ctx.saved_tensors
-        rows = ctx.engine.rows
-        given = of_weights[:rows].float() if ctx.needs_input_grad[3] else None
-        tokens, weights = ctx.engine.dispatch_backward(ctx.handle, of_rows[:rows], given)
-        return None, None, tokens, None if weights is None else weights.to(ctx.weights_dtype), None
+        engine, needed, like, dtype = ctx.engine, ctx.needs_input_grad[3], (ctx.hidden, ctx.dtype), ctx.weights_dtype
+
+        def run(handle: RoutingHandle, saved: bool, *gradients: torch.Tensor | None) -> list[torch.Tensor]:
+            rows, weights = gradients
+            number, k = engine.rows, () if handle.layout == "expert_major" else (handle.shape[1],)
+            unused = handle.record.weights  # where there are no gradients
+            rows = unused.new_zeros(number, like[0], dtype=like[1]) if rows is None else rows[:number]
+            if needed:
+                weights = unused.new_zeros(number, *k) if weights is None else weights[:number].float()
+            of_tokens, of_topk = engine.dispatch_backward(handle, rows, weights if needed else None)
+            if saved:
+                of_tokens = of_tokens.clone()
+            return [of_tokens] if of_topk is None else [of_tokens, of_topk.to(dtype)]
+
+        def fake(*_: torch.Tensor | None) -> list[torch.Tensor]:
+            unused, (count, k) = ctx.handle.record.weights, ctx.handle.shape
+            of_tokens = unused.new_empty(count, like[0], dtype=like[1])
+            return [of_tokens, unused.new_empty(count, k, dtype=dtype)] if needed else [of_tokens]
+
+        of_tokens, *of_topk = engine.call(DISPATCH_BACKWARD, ctx.handle, run, fake, of_rows, of_weights)
+        return None, None, of_tokens, of_topk[0] if of_topk else None, None
+
+
+def _dispatched(
+    engine: SwitchEngine, handle: RoutingHandle, tokens: torch.Tensor, topk_weights: torch.Tensor, max_recv_tokens: int
+) -> list[torch.Tensor]:
+    """Return the results of TokenSwitch.dispatch; without ids in the expert-major layout."""
+    dtype = topk_weights.dtype
+
+    def run(handle: RoutingHandle, saved: bool, tokens: torch.Tensor, topk_weights: torch.Tensor) -> list[torch.Tensor]:
+        memory = tokens.new_empty(engine.rows, tokens.shape[1]) if saved else None
+        rows, weights, ids = engine.dispatch(handle, tokens, topk_weights, memory)
+        results = [_with_rows(rows, max_recv_tokens), _with_rows(weights.to(dtype), max_recv_tokens)]
+        return results if ids is None else [*results, _with_rows(ids, max_recv_tokens, -1)]
+
+    def fake(tokens: torch.Tensor, topk_weights: torch.Tensor) -> list[torch.Tensor]:
+        rows = tokens.new_empty(max_recv_tokens, tokens.shape[1])
+        if handle.expert_ids is None:
+            return [rows, topk_weights.new_empty(max_recv_tokens)]
+        weights = topk_weights.new_empty(max_recv_tokens, topk_weights.shape[1])
+        return [rows, weights, torch.empty_like(weights, dtype=torch.int64)]
+
+    return engine.call(DISPATCH, handle, run, fake, tokens, topk_weights)
 
 
 class _Combine(torch.autograd.Function):
@@ -358,12 +414,34 @@ class _Combine(torch.autograd.Function):
         ctx: Any, engine: SwitchEngine, handle: RoutingHandle, expert_tokens: torch.Tensor, tie: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.engine, ctx.handle, ctx.rows = engine, handle, len(expert_tokens)
-        return engine.combine(handle, _with_rows(expert_tokens, engine.rows))
+        return _combined(engine, handle, expert_tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, _with_rows(ctx.engine.combine_backward(ctx.handle, gradient), ctx.rows), None
+        engine, number = ctx.engine, ctx.rows
+
+        def run(handle: RoutingHandle, saved: bool, gradient: torch.Tensor) -> list[torch.Tensor]:
+            rows = _with_rows(engine.combine_backward(handle, gradient), number)
+            return [rows.clone() if saved else rows]
+
+        def fake(gradient: torch.Tensor) -> list[torch.Tensor]:
+            return [gradient.new_empty(number, gradient.shape[1])]
+
+        return None, None, engine.call(COMBINE_BACKWARD, ctx.handle, run, fake, gradient)[0], None
+
+
+def _combined(engine: SwitchEngine, handle: RoutingHandle, expert_tokens: torch.Tensor) -> torch.Tensor:
+    """Return the result of TokenSwitch.combine."""
+
+    def run(handle: RoutingHandle, saved: bool, expert_tokens: torch.Tensor) -> list[torch.Tensor]:
+        out = expert_tokens.new_empty(handle.shape[0], expert_tokens.shape[1]) if saved else None
+        return [engine.combine(handle, _with_rows(expert_tokens, engine.rows), out)]
+
+    def fake(expert_tokens: torch.Tensor) -> list[torch.Tensor]:
+        return [expert_tokens.new_empty(handle.shape[0], expert_tokens.shape[1])]
+
+    return engine.call(COMBINE, handle, run, fake, expert_tokens)[0]
 
 
 def _with_rows(x: torch.Tensor, rows: int, value: int = 0) -> torch.Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from functools import partial
 from itertools import product
 from random import Random
 from typing import Any
@@ -15,10 +17,14 @@ import pytest
 import torch
 from rank_processes import run_ranks
 from test_simulate import oracle, poison  # noqa: F401
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 from variants import crossed
 
 import shardweave
@@ -147,11 +153,35 @@ def check_in_process(case: Case) -> None:
     for source, target, given, value in variants:
         program = shardweave.plan(case.mesh, case.shape, dtype, source, target, topology=case.topology)
         locals_ = [with_strides(x.to(dtype), random) for x in oracle.local_shards(case.mesh, case.shape, source, given)]
-        outs = [x.to(given.dtype) for x in shardweave.simulate(program, locals_, **options)]
+        with under_a_mode(case.seed):
+            outs = shardweave.simulate(program, locals_, **options)
+        outs = [x.to(given.dtype) for x in outs]
         lead = value.reshape(*one, *case.shape)
         want = oracle.local_shards(case.mesh, case.shape, target, lead)
         for rank, (got, expected) in enumerate(zip(oracle.assembled(case.mesh, target, outs), want, strict=True)):
             assert same(got, expected), f"{case}\n{options}\n{program.explain()}\nrank {rank}: {got}, not {expected}"
+
+
+@contextmanager
+def under_a_mode(seed: int) -> Iterator[None]:
+    """None, or one that may see no operator of a simulated program."""
+    modes: tuple[Callable[[], Any], ...] = (
+        nullcontext,
+        partial(FlopCounterMode, display=False),
+        MemTracker,
+        lambda: create_selective_checkpoint_contexts(lambda *_, **__: pytest.fail("a policy was asked"))[0],
+        NoOperator,
+    )
+    mode = modes[seed % len(modes)]()
+    with mode:
+        yield
+    if isinstance(mode, FlopCounterMode):
+        assert mode.get_total_flops() == 0
+
+
+class NoOperator(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(function)
 
 
 def placements_of(text: str) -> tuple[Any, ...]:

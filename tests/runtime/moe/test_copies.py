@@ -8,6 +8,7 @@ import pytest
 import torch
 from moe_reference import tokens_of
 from rank_processes import run_ranks
+from sync_guard import seen_inside
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardweave.kernels.cpu_code.compile import Loop
@@ -65,7 +66,7 @@ def counted(rank: int) -> list[dict[str, Any]]:
     for save in ("buffer", "copy"):
         d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=T, dtype=torch.float32, align=8, save=save)
         mode.take()
-        with mode:
+        with seen_inside(), mode:
             routed = d.dispatch(x, t.ids, weights)
             rows: dict[str, Any] = {"received": int(routed.num_rows), "dispatch": mode.take()}
             rows["padding"] = rows["received"] - int(routed.counts.sum())

@@ -83,6 +83,7 @@ def python_calls(call: Callable[[], Any]) -> tuple[Any, int]:
 def counts() -> tuple[dict[str, dict[str, Any]], list[str]]:
     """What `MOST` limits, launches of backward, and what is wrong with results' memory. For a process of its own."""
     from stub_libcuda import kernels_on_the_cpu
+    from sync_guard import seen_inside
 
     from shardweave.bench.gpu.host_work import Mirror, MirrorTransport
     from shardweave.bench.suites.suite_host import TIMEOUT, Alone, alone_among
@@ -118,7 +119,7 @@ def counts() -> tuple[dict[str, dict[str, Any]], list[str]]:
         def measured(call: Callable[[], Any]) -> tuple[int, int, int]:
             call()  # kernels are loaded
             launched.clear()
-            with Operations() as operations:
+            with seen_inside(), Operations() as operations:
                 call()
             kernels = launched.total()
             _, calls = python_calls(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from test_token_switch import (
     switch_of,
     weighted,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardweave.errors import ArgumentError
 
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 SIZE, EXPERTS = 3, 2  # the last rank has none
 
 
@@ -91,10 +94,14 @@ def checkpointed(rank: int) -> None:
             got = switch.dispatch(routings[-1], x, weights, rows)  # noqa: B023
             return switch.combine(routings[-1], outputs(switch, layout, got))  # noqa: B023
 
-        for reentrant in (False, True):
+        def region(*saved: Any) -> Any:
+            return partial(create_selective_checkpoint_contexts, list(saved))
+
+        regions: list[dict[str, Any]] = [{"context_fn": region()}, {"context_fn": region(ALL_TO_ALL)}, {}]
+        for options in ({"use_reentrant": True}, *({"use_reentrant": False, **options} for options in regions)):
             routings.clear()
             x, weights = leaf(tokens.x), leaf(tokens.weights)
-            y = checkpoint(layer, x, weights, use_reentrant=reentrant)
+            y = checkpoint(layer, x, weights, **options)
             y.backward(tokens.gradient)
             assert len(routings) == 2
             assert_weighted(tokens, y, x.grad, weights.grad)
@@ -138,9 +145,47 @@ def test_threads_with_one_routing():
     run_ranks(in_flight_on_threads, SIZE)
 
 
+def seen_by_a_mode(rank: int) -> None:
+    """One operator for each call, in the first one as later, and results as without the mode."""
+    for layout in LAYOUTS:
+        rows, (tokens,) = most_rows(layout, SIZE), tokens_in_flight(rank, 1)
+        switch = switch_of(EXPERTS, rows)
+        counts = torch.zeros(EXPERTS, dtype=torch.int32)
+        outs = torch.empty(rows, H), torch.empty(rows, *tokens.ids.shape[1:] if layout == "flat" else ()), None
+        for _ in range(2):
+            x, weights = leaf(tokens.x), leaf(tokens.weights)
+            seen: list[str] = []
+            with Log(seen):
+                routing = switch.create_routing(tokens.ids, counts, layout=layout)
+                got = switch.dispatch(routing, x, weights, rows)
+            output = outputs(switch, layout, got)
+            with Log(seen):
+                y = switch.combine(routing, output)
+            y.backward(tokens.gradient)
+            assert_weighted(tokens, y, x.grad, weights.grad)
+            total = torch.empty_like(y)
+            with Log(seen), torch.no_grad():
+                switch.dispatch(routing, x, weights, out=outs)
+                switch.combine(routing, output, out=total)
+                switch.check()
+            assert torch.equal(outs[0], got[0]) and torch.equal(outs[1], got[1]) and torch.equal(total, y)
+            names = ["dispatch", "dispatch", "combine", "dispatch", "combine"]
+            assert seen == [f"shardweave.{name}.default" for name in names], seen
+
+
+class Log(TorchDispatchMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 @needs_token_switch
 @pytest.mark.multi
-@pytest.mark.parametrize("function", [several_in_flight, combined_twice, checkpointed])
+@pytest.mark.parametrize("function", [several_in_flight, combined_twice, checkpointed, seen_by_a_mode])
 def test_a_rank_without_experts(function):
     run_ranks(function, SIZE)
 
