@@ -292,9 +292,9 @@ class TokenSwitch(_token_switch.TokenSwitch):
         if under_modes():
             seen = _dispatched(self._engine, self._checked(routing), tokens, topk_weights, len(out_tokens))
             with below_modes(), torch.no_grad():
-                for out, result in zip(outs, seen, strict=False):
-                    if out is not None:
-                        out.copy_(result)
+                for given, received in zip(outs, seen, strict=False):
+                    if given is not None:
+                        given.copy_(received)
             return
         with torch.no_grad():
             memory = out_tokens[: self._max_recv_tokens_per_rank]
