@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows
+from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows, runs_on
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord, chunk_sizes
 from .base import Delivery, Steps, TokenTransfer
@@ -27,6 +27,10 @@ class FittingRows(TokenTransfer):
     transfer class."""
 
     fixed_size = True
+
+    @property
+    def tells_refusals(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cpu" and not runs_on(self.device)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -46,6 +50,8 @@ class FittingRows(TokenTransfer):
 
     def _fitted(self, matrix: torch.Tensor) -> tuple[torch.Tensor, Groups]:
         """Return the rows that fit in the chunks, int64 [W, S], and the groups of those, whose overflow counts all."""
+        if self.tells_refusals:
+            self._check_refused(matrix[:, -1].tolist())
         counts = matrix[:, :-1].long()
         fitting = torch.minimum(counts, (self._capacity - self._before(counts)).clamp(min=0))
         groups = self._grouped(with_counts(matrix, fitting), self.physical_experts)

@@ -96,6 +96,12 @@ class Rendezvous:
             self.calls.refuse(ranks, message)
             self.reports.publish_refusals()
 
+    def tell_refusal(self, message: str) -> None:
+        """Record that this rank takes part in the current call only to tell that it refuses it, because of invalid
+        arguments. Does not wait."""
+        self.calls.tell(message)
+        self.reports.publish_refusals()
+
     def refuse_within(self, ranks: Ranks, message: str) -> None:
         """Record that this rank does not make a call of some of `ranks` (`Calls.refuse_within`). Does not wait."""
         if self.rank in ranks:
