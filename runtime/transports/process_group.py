@@ -28,6 +28,7 @@ from .comm_requests import (
 )
 from .device_fingerprints import DeviceFingerprints
 from .gloo_event_loops import schedule_event_loops
+from .own_limits import own_limit_in
 from .rendezvous.rendezvous import Rendezvous
 from .shared_memory.private_pool import pooled
 from .watchdog import Watchdog
@@ -105,7 +106,13 @@ class ProcessGroupTransport:
         return rank
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return pooled(shape, dtype) if device.type == "cpu" else torch.empty(tuple(shape), dtype=dtype, device=device)
+        if device.type != "cpu":
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        try:
+            return pooled(shape, dtype)
+        except TransportError as error:
+            self.rendezvous.fail_outside_call(self.fail, error)
+            raise
 
     def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...], all_meet: bool) -> None:
         """Does nothing: the notice in the store is enough, because messages of other calls are never received."""
@@ -324,6 +331,8 @@ class ProcessGroupTransport:
     def _connection_error(self, peers: tuple[int, ...], error: RuntimeError) -> TransportError:
         """The error after the connection to one of `peers` was lost: from the store, or that of torch.distributed."""
         errors = self.rendezvous.errors
+        if limit := own_limit_in(error):
+            return TransportError(f"rank {self.rank} has no connection to ranks {list(peers)}: {limit}")
         with suppress(dist.DistError):  # the rank that hosts the store is gone
             for peer in peers:
                 if disagreement := errors.refusal(peer) or errors.call_mismatch(peer, True):
@@ -360,8 +369,8 @@ class ProcessGroupTransport:
         world: Any = dist.distributed_c10d.GroupMember.WORLD
         try:
             world.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _PROBE)
-        except RuntimeError:
-            return True
+        except RuntimeError as error:
+            return own_limit_in(error) is None
         return False
 
 

@@ -9,12 +9,12 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 
 import torch.distributed as dist
 
-from ....errors import DisagreementError, PeerError
+from ....errors import DisagreementError, PeerError, TransportError
 from ... import flight_recorder
 from ..background_calls import BackgroundCalls
 from ..call_lock import CallLock
@@ -107,6 +107,21 @@ class Rendezvous:
         if self.rank in ranks:
             self.calls.refuse_within(ranks, message)
             self.reports.publish_refusals()
+
+    def fail_outside_call(self, fail: Callable[[TransportError], None], error: TransportError) -> None:
+        """Have a transport fail because of an error before or after a call, as where memory for one is allocated: peers
+        that wait for this rank are told. Not in a forked child, whose errors are no failures of this rank."""
+        with suppress(TransportError), self.lock:
+            fail(error)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """A context in which this rank makes what peers wait for; they are told if it cannot."""
+        try:
+            yield
+        except TransportError as error:
+            self.reports.fail(f"rank {self.rank} failed: {error}")
+            raise
 
     def session(self, ranks: Ranks) -> str:
         """A unique name for this group of ranks. The first time, all of them call, and their settings are compared.

@@ -20,6 +20,7 @@ from ....errors import DisagreementError, PeerError, TransportError
 from ..comm_requests import Barrier, CommRequest, PendingCall
 from ..rendezvous.calls import CallRecord
 from ..rendezvous.long_wait import FIRST_POLL, LongWait
+from ..own_limits import own_limit
 from ..rendezvous.rendezvous import Rendezvous
 from ..rendezvous.store_texts import malformed
 from .receive_buffers import ReceiveBuffers
@@ -68,9 +69,17 @@ def why_unsupported() -> str | None:
 
 
 def machine_name() -> str:
-    """The boot id and the process namespace: equal for processes that can map each other's memory."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}/{process_namespace()}"
+    """The boot id and the process namespace: equal for processes that can map each other's memory.
+
+    Raises:
+        TransportError: this process has no free descriptors.
+    """
+    path = "/proc/sys/kernel/random/boot_id"
+    try:
+        with open(path) as file:
+            return f"{file.read().strip()}/{process_namespace()}"
+    except OSError as error:
+        raise TransportError(f"reading {path}: {own_limit(error) or error}") from error
 
 
 class _Peer:
@@ -88,7 +97,7 @@ class _Peer:
             self.pidfd: int | None = os.pidfd_open(key.pid)
         except (OSError, AttributeError):
             self.pidfd = None
-        mapped = open_segment(key)
+        mapped = open_segment(key, str(self))
         self.page = memoryview(mapped).cast("Q")
         self.address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
         self.barriers = 0
@@ -118,7 +127,7 @@ class _Peer:
         if segment is None:
             key = self._key._replace(handle=self.page[_DIRECTORY + index])
             try:
-                mapped = open_segment(key)
+                mapped = open_segment(key, str(self))
             except (FileNotFoundError, PermissionError) as error:
                 if isinstance(error, PermissionError) and is_running(self.pid):
                     raise TransportError(f"the memory of {self} may no longer be mapped: {error}") from error
@@ -139,7 +148,7 @@ class SharedMemoryTransport:
         timeout: seconds that a wait may take.
 
     Raises:
-        TransportError: from every call after the first failure.
+        TransportError: from every call after the first failure; there is not enough shared memory.
     """
 
     one_sided = True
@@ -183,7 +192,11 @@ class SharedMemoryTransport:
         return 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._pool.empty(shape, dtype)
+        try:
+            return self._pool.empty(shape, dtype)
+        except TransportError as error:
+            self.rendezvous.fail_outside_call(self.fail, error)
+            raise
 
     def addressable(self, tensor: torch.Tensor) -> bool:
         return self._pool.holds(tensor)
