@@ -321,7 +321,9 @@ class TokenDispatcher(TokenEngine):
         Raises:
             ArgumentError: unsupported shape, dtype or device; peers are told, except with device-side synchronisation.
             CapacityError: with overflow="raise", an earlier dispatch dropped rows or had bad ids.
-            TransportError: a peer died, timed out, or made another call.
+            DisagreementError: a peer made another call, or refused its arguments; then, if it is `recoverable`, the
+                next dispatch works on all ranks.
+            TransportError: a peer died or timed out.
         """
         return dispatch_tokens(self, [self._checked_tokens(x, topk_ids, topk_weights, scale, self.run)])[0]
 

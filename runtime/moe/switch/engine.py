@@ -187,7 +187,11 @@ class SwitchEngine:
         except ArgumentError as error:
             handle = getattr(routing, "handle", None)
             if isinstance(handle, RoutingHandle) and handle.engine is self and isinstance(rows, torch.Tensor):
-                if rows.dim() == 2 and rows.dtype in PAYLOADS and 1 <= rows.shape[1] * rows.itemsize <= self._most_bytes:
+                if (
+                    rows.dim() == 2
+                    and rows.dtype in PAYLOADS
+                    and 1 <= rows.shape[1] * rows.itemsize <= self._most_bytes
+                ):
                     self._of(handle, rows)  # peers make this dispatcher as well, in this order
             self.common._reporting.report(error)
             raise

@@ -54,6 +54,7 @@ class Rendezvous:
         self.reports = PeerReports(calls, self.texts, timeout)
         self.errors = PeerErrors(calls, self.reports, timeout, is_gone)
         self.sessions: set[str] = set()
+        self._failure: TransportError | None = None
         self.lock = CallLock(rank, timeout, lambda: calls.current)
 
     @cached_property
@@ -116,10 +117,13 @@ class Rendezvous:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """A context in which this rank makes what peers wait for; they are told if it cannot."""
+        """A context in which this rank makes what peers wait for. They are told if it cannot, so it cannot later."""
+        if self._failure is not None:
+            raise self._failure
         try:
             yield
         except TransportError as error:
+            self._failure = error
             self.reports.fail(f"rank {self.rank} failed: {error}")
             raise
 
