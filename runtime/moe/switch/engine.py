@@ -180,18 +180,14 @@ class SwitchEngine:
             self.common._reporting.report(error)
 
     @contextmanager
-    def refusing(self, routing: Any, rows: object) -> Iterator[None]:
+    def refusing(self, routing: Any, rows: Any) -> Iterator[None]:
         """A context that reports an ArgumentError of this rank to its peers; `rows`: what they dispatch or combine."""
         try:
             yield
         except ArgumentError as error:
-            handle = getattr(routing, "handle", None)
-            if isinstance(handle, RoutingHandle) and handle.engine is self and isinstance(rows, torch.Tensor):
-                if (
-                    rows.dim() == 2
-                    and rows.dtype in PAYLOADS
-                    and 1 <= rows.shape[1] * rows.itemsize <= self._most_bytes
-                ):
+            handle, fits = getattr(routing, "handle", None), isinstance(rows, torch.Tensor) and rows.dim() == 2
+            if fits and rows.dtype in PAYLOADS and 1 <= rows.shape[1] * rows.itemsize <= self._most_bytes:
+                if isinstance(handle, RoutingHandle) and handle.engine is self:
                     self._of(handle, rows)  # peers make this dispatcher as well, in this order
             self.common._reporting.report(error)
             raise

@@ -122,7 +122,7 @@ class TokenTransfer:
     algorithm: ClassVar[str] = ""
     extra_words: ClassVar[int] = 0
     quantizes_rows: ClassVar[bool] = False
-    tells_refusals = False
+    tells_refusals: bool = False
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:

@@ -28,15 +28,12 @@ class FittingRows(TokenTransfer):
 
     fixed_size = True
 
-    @property
-    def tells_refusals(self) -> bool:  # type: ignore[override]
-        return self.device.type == "cpu" and not runs_on(self.device)
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         capacity, bounds = self.config.chunk_rows, torch.tensor(self.config.bounds, device="cpu")
         assert capacity is not None
         self._capacity = capacity
+        self.tells_refusals = self.device.type == "cpu" and not runs_on(self.device)
         self._first = bounds[:-1].repeat_interleave(bounds.diff()).to(self.device)  # int64 [S], of the same destination
 
     def _before(self, rows: torch.Tensor) -> torch.Tensor:

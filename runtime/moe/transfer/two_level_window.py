@@ -36,10 +36,10 @@ class TwoLevelWindowTransfer(TokenPlaces, WindowTransfer):
         "each token once per node that has experts of it, and one sum back, in messages of fixed size; inside a node "
         "rows are pushed into pooled buffers or windows; no host read"
     )
-    tells_refusals = False  # ranks of a node synchronise on the device
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.tells_refusals = False  # ranks of a node synchronise on the device
         self._elsewhere = [r for r in range(self.config.ranks) if r not in self._members]
         with torch.inference_mode(False):
             self._set_inside(self._members_as_destinations())

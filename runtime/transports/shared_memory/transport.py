@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from ....errors import DisagreementError, PeerError, TransportError
 from ..comm_requests import Barrier, CommRequest, PendingCall
+from ..own_limits import own_limit
 from ..rendezvous.calls import CallRecord
 from ..rendezvous.long_wait import FIRST_POLL, LongWait
-from ..own_limits import own_limit
 from ..rendezvous.rendezvous import Rendezvous
 from ..rendezvous.store_texts import malformed
 from .receive_buffers import ReceiveBuffers

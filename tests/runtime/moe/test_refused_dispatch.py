@@ -1,4 +1,4 @@
-"""A dispatch that one rank refuses: it raises on all ranks alike, names the rank and the reason, and the next one works."""
+"""A dispatch that one rank refuses raises on all ranks alike, names the rank and the reason, and the next one works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from shardweave.errors import ArgumentError, CapacityError, DisagreementError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 
 E, K, H, MOST = 6, 2, 8, 16
-SOME_DROPPED = {"capacity": 40, "overflow": "drop"}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "shared memory": (3, "shared_memory", {}),
     "one exchange": (3, "process_group", {}),
