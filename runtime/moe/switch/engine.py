@@ -164,7 +164,7 @@ class SwitchEngine:
         ascending, order = local.sort(dim=1, stable=True)
         return RoutingHandle(self, layout, record, ascending.masked_fill(ascending == none, -1), order), counts[:none]
 
-    def refuse_route(self, error: ArgumentError, topk_idx: object, layout: str) -> None:
+    def refuse_route(self, error: ArgumentError, topk_idx: Any, layout: str) -> None:
         """Tell peers that this rank refuses the arguments of `route`, as TokenDispatcher.refuse_dispatch does, if they
         tell of which layout and K it is.
 
