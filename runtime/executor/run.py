@@ -77,8 +77,8 @@ def finish_pending(transport: AnyTransport) -> None:
     while transport.pending is not None:
         try:
             transport.pending.finish()
-        except DisagreementError as error:
-            if not error.recoverable:
+        except TransportError as error:
+            if not is_recoverable(error):
                 raise
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
 
 _LIMITS = {
@@ -28,12 +27,3 @@ def own_limit(error: OSError) -> str | None:
             return f"{error}; this process may have {limit} {what} ({name}); allowed: a higher limit"
         return f"{error}; {_UNLIMITED[error.errno]}" if error.errno in _UNLIMITED else None
     return f"{error}; {_OTHERS[error.errno]}" if error.errno in _OTHERS else None
-
-
-def own_limit_in(error: RuntimeError) -> str | None:
-    """`own_limit` of an error of torch.distributed, which has the system's in its text."""
-    text = str(error)
-    for number in (errno.EMFILE, errno.ENFILE):
-        if os.strerror(number) in text:
-            return own_limit(OSError(number, os.strerror(number)))
-    return None

@@ -28,7 +28,6 @@ from .comm_requests import (
 )
 from .device_fingerprints import DeviceFingerprints
 from .gloo_event_loops import schedule_event_loops
-from .own_limits import own_limit_in
 from .rendezvous.rendezvous import Rendezvous
 from .shared_memory.private_pool import pooled
 from .watchdog import Watchdog
@@ -331,8 +330,6 @@ class ProcessGroupTransport:
     def _connection_error(self, peers: tuple[int, ...], error: RuntimeError) -> TransportError:
         """The error after the connection to one of `peers` was lost: from the store, or that of torch.distributed."""
         errors = self.rendezvous.errors
-        if limit := own_limit_in(error):
-            return TransportError(f"rank {self.rank} has no connection to ranks {list(peers)}: {limit}")
         with suppress(dist.DistError):  # the rank that hosts the store is gone
             for peer in peers:
                 if disagreement := errors.refusal(peer) or errors.call_mismatch(peer, True):
@@ -369,8 +366,8 @@ class ProcessGroupTransport:
         world: Any = dist.distributed_c10d.GroupMember.WORLD
         try:
             world.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _PROBE)
-        except RuntimeError as error:
-            return own_limit_in(error) is None
+        except RuntimeError:
+            return True
         return False
 
 
