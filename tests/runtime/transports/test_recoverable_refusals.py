@@ -1,4 +1,4 @@
-"""A redistribution that one rank refuses, where all ranks of the call learn of it: none makes it, the next ones work."""
+"""A redistribution that one rank refuses and of which all ranks learn: none makes it, and the next ones work."""
 
 from __future__ import annotations
 
