@@ -49,11 +49,19 @@ class CapacityError(ShardweaveError, RuntimeError):
 
 
 class TransportError(ShardweaveError, RuntimeError):
-    """Communication between ranks failed. The transport stays invalid: later calls raise the error again."""
+    """Communication between ranks failed. The transport stays invalid: later calls raise the error again. The exception
+    is `DisagreementError.recoverable`."""
 
 
 class DisagreementError(TransportError):
-    """Ranks made different requests in the same collective call. No tensor that a caller holds was written."""
+    """Ranks made different requests in the same collective call. No tensor that a caller holds was written.
+
+    Attributes:
+        recoverable: whether a rank refused its arguments, and all ranks of the call have learned so in that call: no
+            rank makes it, the transport stays valid, and the next call works.
+    """
+
+    recoverable = False
 
 
 class PeerError(TransportError):

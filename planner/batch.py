@@ -79,6 +79,14 @@ class Batch:
                 return tuple(sorted(group))
         return (rank,)
 
+    def all_meet(self, rank: int) -> bool:
+        """Whether the first exchange of a tensor is among all ranks that run the batch, on each of them."""
+        positions = [(program, self.position(index, rank)) for index, program in enumerate(self.programs)]
+        return any(
+            position is not None and program.all_meet(position) and program.first_group(position) == self.everyone
+            for program, position in positions
+        )
+
     def _total(self, name: str) -> list[int] | None:
         """The sum over programs of an attribute that has one int per rank; None if a program has none."""
         totals = dict.fromkeys(self.ranks, 0)

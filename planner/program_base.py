@@ -100,6 +100,13 @@ class ProgramBase:
                 return self._ranks_at(members)
         return self._ranks_at([position])
 
+    def all_meet(self, position: int) -> bool:
+        """Whether the first exchange of `position` is among all participants, on each of them. Between meshes
+        participants may have different peers."""
+        step = next((step for step in self.steps if len(self.members(step, position)) > 1), None)
+        in_group = isinstance(step, Exchange) and step.group is not None
+        return in_group and self.first_group(position) == self.participants(position)
+
     def participants(self, position: int) -> tuple[int, ...]:
         """The ranks that must run the program together with `position`, itself included, ascending."""
         exchanges = [step for step in self.steps if isinstance(step, Exchange)]

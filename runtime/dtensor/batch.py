@@ -166,7 +166,7 @@ def _bound(
             if position is not None:
                 check_local_shape(program, position, x.shape, f"dtensors[{i}]")
     except ArgumentError as error:
-        refuse(transport, participants, batch.first_group(rank), error)
+        refuse(transport, participants, batch.first_group(rank), error, batch.all_meet(rank))
         raise
     with transport.rendezvous.making_ready(participants, batch.explain):
         bound = BoundBatch(batch, rank, [x.stride() for x in locals_], transport, [x.dtype for x in locals_], device)

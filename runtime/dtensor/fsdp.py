@@ -263,7 +263,8 @@ def _refusing(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup) -
         if is_member and group.size() > 1 and isinstance(x, torch.Tensor) and (x.numel() or output.numel()):
             ranks, options = tuple(sorted(dist.get_process_group_ranks(group))), redistribute_options.default
             check_backend(x.device, len(ranks), options.transport)
-            refuse(transport_for(ranks, x.device, options.transport, groups=[group])[0], ranks, ranks, error)
+            transport, _ = transport_for(ranks, x.device, options.transport, groups=[group])
+            refuse(transport, ranks, ranks, error, all_meet=True)
         raise
 
 

@@ -169,7 +169,7 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: R
     try:
         check_local_shape(program, position, x.shape)
     except ArgumentError as error:
-        refuse(transport, program.participants(position), program.first_group(position), error)
+        _refuse(transport, program, position, error)
         raise
     participants = program.participants(position)
     # Local-only programs need no peers.
@@ -290,8 +290,13 @@ def refuse_redistribution(
         if not program.is_identity:
             (position,) = program.ranks
             transport, _ = _transport(program, x, options, current.mesh, target.mesh)
-            refuse(transport, program.participants(position), program.first_group(position), error)
+            _refuse(transport, program, position, error)
             return
+
+
+def _refuse(transport: AnyTransport, program: Program, position: int, error: ArgumentError) -> None:
+    all_meet = program.all_meet(position)
+    refuse(transport, program.participants(position), program.first_group(position), error, all_meet)
 
 
 def bind_redistribution(

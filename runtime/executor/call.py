@@ -30,7 +30,7 @@ from .bind import BoundProgram
 from .dispatch_modes import below_modes
 from .local_slice import BoundSlice
 from .ranges import call_range, wants_ranges
-from .run import ExclusiveCall, Run, run_profiled, run_to_end
+from .run import ExclusiveCall, Run, finish_pending, run_profiled, run_to_end
 
 _logger = logging.getLogger(__name__)
 
@@ -131,21 +131,37 @@ class Call:
 
 
 def refuse(
-    transport: AnyTransport, participants: tuple[int, ...], first_group: tuple[int, ...], error: ArgumentError
+    transport: AnyTransport,
+    participants: tuple[int, ...],
+    first_group: tuple[int, ...],
+    error: ArgumentError,
+    all_meet: bool,
 ) -> None:
-    """Notify the participants of a call that this rank does not make it, because of an invalid argument. Does not wait.
+    """Notify the participants of a call that this rank does not make it, because of an invalid argument. Waits for them
+    only where they have not met, or have not learned of a refusal before.
 
-    If all ranks refuse the same call, their next call works.
+    If all ranks refuse the same call, or all of them learn of it at once (`SharedMemoryTransport.refuse`), their next
+    call works.
 
     Args:
         first_group: the participants of this rank's first exchange.
+        all_meet: the participants make exactly one call in place of this one, and if this rank's first exchange is
+            among all of them, so is theirs.
     """
     error.peers_know = True
-    with suppress(TransportError), transport.rendezvous.lock:  # peers that are gone need no notice
-        while transport.pending is not None:
-            transport.pending.finish()  # its exchanges come before those of this call
-        transport.rendezvous.refuse(participants, str(error))
-        transport.refuse(first_group, participants)
+    if len(participants) == 1:
+        return
+    rendezvous, calls = transport.rendezvous, transport.rendezvous.calls
+    with suppress(TransportError), rendezvous.lock:  # peers that are gone need no notice
+        finish_pending(transport)
+        transport.check()  # else peers have been told of the failure
+        before, calls.current = calls.current, calls.next_call(participants, f"a call that it refuses: {error}")
+        try:
+            transport.refuse(first_group, participants, all_meet)
+        finally:
+            calls.current = before
+            # Afterwards, so that a peer that reads this finds what the transport tells.
+            rendezvous.refuse(participants, str(error))
 
 
 def refuse_unplanned(

@@ -22,6 +22,7 @@ from ..transports.streams import order_on, refuse_capture
 from ..transports.symmetric_memory.rates import measure_rates
 from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
 from .call import binding, check_backend, check_ranks, found_topology_of, naming, transport_for
+from .run import finish_pending
 
 _logger = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 62
@@ -98,8 +99,7 @@ def _prepare_ranks(
     title = f"prepare(max_bytes={max_bytes}, pooled_outputs={pooled_outputs})"
     with naming(ranks, lambda: title):
         chosen, _ = transport_for(ranks, device, transport, mesh)
-    while chosen.pending is not None:
-        chosen.pending.finish()
+    finish_pending(chosen)
     if chosen.error is not None:
         raise chosen.error
     order = order_on(device)

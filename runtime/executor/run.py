@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ...errors import TransportError
+from ...errors import DisagreementError, TransportError
 from .. import flight_recorder
 from ..statistics import Redistribution
 from ..transports.comm_requests import CommRequest
@@ -67,9 +67,30 @@ def fail(transport: AnyTransport, error: TransportError) -> None:
         flight_recorder.current.failed()
 
 
+def finish_pending(transport: AnyTransport) -> None:
+    """Finish the pending call: its exchanges come before those of the next one. If a peer refused it, the next one is
+    made nevertheless, as by all ranks; the first use of the output raises.
+
+    Raises:
+        TransportError: it failed.
+    """
+    while transport.pending is not None:
+        try:
+            transport.pending.finish()
+        except TransportError as error:
+            if not is_recoverable(error):
+                raise
+
+
+def is_recoverable(error: BaseException) -> bool:
+    """Whether all ranks have ended a call alike, because one refused its arguments."""
+    return isinstance(error, DisagreementError) and error.recoverable
+
+
 class ExclusiveCall:
     """Holds the transports of a process group for the duration of one call and measures its time. A call of another
-    thread is waited for, and a pending call is finished before. A failure invalidates the transport.
+    thread is waited for, and a pending call is finished before. A failure invalidates the transport, but for a refusal
+    that all ranks have learned of.
 
     Raises:
         TransportError: an earlier call failed; or this call is made within another one, on the same thread.
@@ -103,8 +124,7 @@ class ExclusiveCall:
     def _make_ready(self) -> None:
         transport = self.transport
         refuse_within_call(transport)
-        while transport.pending is not None:
-            transport.pending.finish()  # its exchanges come before those of this call
+        finish_pending(transport)
         if (error := transport.error) is not None:
             # Raise before anything is pushed: receive buffers that peers kept may be in use for something else. If only
             # one part of a hierarchical transport has failed, the peers of the other part are notified here.
@@ -118,7 +138,7 @@ class ExclusiveCall:
             self.statistics.milliseconds += (time.perf_counter() - self.start) * 1e3
             if flight_recorder.current is not None:
                 flight_recorder.current.end(error)
-            if error is not None:
+            if error is not None and not is_recoverable(error):
                 # Peers may be waiting for this rank's next exchange: notify them.
                 text = f"rank {transport.rank} failed in an earlier call: {type(error).__name__}: {error}"
                 fail(transport, error if isinstance(error, TransportError) else TransportError(text))

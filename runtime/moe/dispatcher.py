@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import ArgumentError, UnsupportedError, shown
+from ...errors import ArgumentError, TransportError, UnsupportedError, shown
 from ...kernels import on_device
 from .. import flight_recorder
 from ..executor.call import binding, naming, refuse, refuse_among, refuse_unplanned
@@ -32,6 +32,7 @@ from .autograd import combine_tokens, dispatch_tokens
 from .config import OF_ROWS, DispatchConfig, takes_settings
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
+from .overflow import LATEST
 from .pending import PendingTokens
 from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
@@ -326,9 +327,11 @@ class TokenDispatcher(TokenEngine):
         Raises:
             ArgumentError: unsupported shape, dtype or device; peers are told, except with device-side synchronisation.
             CapacityError: with overflow="raise", an earlier dispatch dropped rows or had bad ids.
-            TransportError: a peer died, timed out, or made another call.
+            DisagreementError: a peer made another call, or refused its arguments; then, if it is `recoverable`, the
+                next dispatch works on all ranks.
+            TransportError: a peer died or timed out.
         """
-        return dispatch_tokens(self, [self._checked_tokens(x, topk_ids, topk_weights, scale)])[0]
+        return dispatch_tokens(self, [self._checked_tokens(x, topk_ids, topk_weights, scale, self.run)])[0]
 
     def dispatch_start(
         self,
@@ -366,7 +369,7 @@ class TokenDispatcher(TokenEngine):
             ArgumentError, CapacityError: as for `dispatch`. Failures of peers are raised by `finish`.
             UnsupportedError: in a graph of torch.compile.
         """
-        tokens = self._checked_tokens(x, topk_ids, topk_weights, scale)
+        tokens = self._checked_tokens(x, topk_ids, topk_weights, scale, partial(self.start, given=()))
         return start_dispatch(self, [tokens], _only)
 
     def combine(
@@ -471,7 +474,7 @@ class TokenDispatcher(TokenEngine):
         try:
             config, transfer = self._active.choose(self.config, ranks)
         except ArgumentError as error:
-            self._reporting.report(error)
+            Reporting(self._transport, self._participants, in_place_of_call=False).report(error)
             raise
         with self._between_calls():
             self.transfers = [transfer]
@@ -489,7 +492,7 @@ class TokenDispatcher(TokenEngine):
     def _meet_with(self, ranks: Sequence[int]) -> None:
         """Make the calls from now on among these ranks."""
         self._participants = tuple(sorted(ranks))
-        self._reporting = _Reporting(self._transport, self._participants)
+        self._reporting = Reporting(self._transport, self._participants)
 
     def _checked_tokens(
         self,
@@ -497,7 +500,9 @@ class TokenDispatcher(TokenEngine):
         ids: torch.Tensor,
         weights: torch.Tensor,
         scale: torch.Tensor | None,
+        run: Callable[[int, list[Steps[Any]]], object],
     ) -> Tokens:
+        """Return the arguments of a dispatch; `run`: how it will run."""
         if self.config.active_ranks is not None:
             check_active(self.config, self.transfers[0].me)
         device = self.transfers[0].device
@@ -505,9 +510,28 @@ class TokenDispatcher(TokenEngine):
             tokens = Tokens(packed_tokens(self.config, device, x, scale), ids, weights)
             check_dispatch(self.config, device, tokens)
         except ArgumentError as error:
-            self._reporting.report(error)
+            self.refuse_dispatch(error, run)
             raise
         return tokens
+
+    def refuse_dispatch(self, error: ArgumentError, run: Callable[[int, list[Steps[Any]]], object]) -> None:
+        """Tell peers that this rank refuses the arguments of a dispatch: in their exchange of counts, if all of them
+        read these, so that none makes the dispatch and the next one works.
+
+        Args:
+            run: `self.run`, or starts the run.
+
+        Raises:
+            CapacityError: as on all ranks in place of this dispatch.
+        """
+        self._overflow.check(LATEST)
+        transport, (transfer,) = self._transport, self.transfers
+        if isinstance(transport, InProcessTransport) or not transfer.tells_refusals:
+            self._reporting.report(error)
+            return
+        error.peers_know = True
+        with suppress(TransportError), torch.no_grad(), on_device(transfer.device):
+            run(DISPATCH, [transfer.refuse_dispatch(str(error))])
 
     def _check_combine(
         self,
@@ -531,19 +555,28 @@ def _only(of_ranks: list[T]) -> T:
     return of_ranks[0]
 
 
-class _Reporting:
+class Reporting:
     """A context that reports an ArgumentError of this rank to its peers. Dynamo does not enter it: calls that it traces
-    use `report`."""
+    use `report`.
 
-    def __init__(self, transport: AnyTransport | InProcessTransport, participants: tuple[int, ...]) -> None:
-        self._transport, self._participants = transport, participants
+    Args:
+        in_place_of_call: what this rank refuses is exactly one dispatch or combine of the participants.
+    """
+
+    def __init__(
+        self,
+        transport: AnyTransport | InProcessTransport,
+        participants: tuple[int, ...],
+        in_place_of_call: bool = True,
+    ) -> None:
+        self._transport, self._participants, self._all_meet = transport, participants, in_place_of_call
 
     @hidden_from_modes
     def report(self, error: ArgumentError) -> None:
         transport = self._transport
         # Others wait for no rank that is masked out.
         if not isinstance(transport, InProcessTransport) and transport.rank in self._participants:
-            refuse(transport, self._participants, self._participants, error)
+            refuse(transport, self._participants, self._participants, error, self._all_meet)
 
     def __enter__(self) -> None:
         pass

@@ -26,7 +26,7 @@ from ..transports.in_process import InProcessTransport
 from ..transports.process_group import ProcessGroupTransport
 from .active_ranks import check_all_active
 from .config import DispatchConfig
-from .dispatcher import TokenDispatcher
+from .dispatcher import Reporting, TokenDispatcher
 
 _WHOLE, _PARTIAL = Layout([Replicate()]), Layout([Partial("sum")])
 _sums: ProcessGroupCache[tuple, Call] = ProcessGroupCache(64)
@@ -113,7 +113,7 @@ def sum_replicas(dispatcher: TokenDispatcher, tensors: Sequence[torch.Tensor]) -
                 x[slot : slot + 1].copy_(total)
 
 
-def dispatcher_reporting(dispatcher: TokenDispatcher):  # type: ignore[no-untyped-def]
+def dispatcher_reporting(dispatcher: TokenDispatcher) -> Reporting:
     """Return the context in which peers are told of an ArgumentError.
 
     Raises:
@@ -121,7 +121,7 @@ def dispatcher_reporting(dispatcher: TokenDispatcher):  # type: ignore[no-untype
     """
     if not isinstance(dispatcher, TokenDispatcher):
         raise ArgumentError(f"dispatcher: {shown(dispatcher)}; allowed: a TokenDispatcher")
-    return dispatcher._reporting
+    return Reporting(dispatcher._transport, dispatcher._participants, in_place_of_call=False)
 
 
 def _rows_of(dispatcher: TokenDispatcher, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -46,7 +46,7 @@ class StartedCalls:
 
     def note(self, noted: Overflow, last: object = None) -> None:
         """Note the overflow of started dispatches, up to the one that added `last`, if it is given. Waits for them. One
-        that failed has invalidated the transport, which later calls raise."""
+        that failed has none: its `finish` raises."""
         while True:
             with self._lock:
                 if not self.overflows or (last is not None and last not in self.overflows):

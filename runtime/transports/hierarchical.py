@@ -62,12 +62,12 @@ class HierarchicalTransport(Generic[Inside]):
         """Start a request. The returned function waits for the peers and returns the result."""
         return self.across.begin(request)
 
-    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
-        """Notify peers of this node at their next barrier, without waiting."""
+    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...], all_meet: bool) -> None:
+        """Notify peers of this node at their next barrier. Ranks of other nodes read it in the store."""
         if len(first_group) > 1:
             # The ranks that a step synchronises with depend on the step; those that wait for this rank participate.
             node_peers = tuple(rank for rank in participants if self._nodes[rank] == self._nodes[self.rank])
-            self.inside.refuse(node_peers, participants)
+            self.inside.refuse(node_peers, participants, all_meet)
 
     def fail(self, error: TransportError) -> None:
         """Notify all peers that this rank has failed: those that wait for it raise, now or later."""

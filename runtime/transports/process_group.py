@@ -105,9 +105,15 @@ class ProcessGroupTransport:
         return rank
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return pooled(shape, dtype) if device.type == "cpu" else torch.empty(tuple(shape), dtype=dtype, device=device)
+        if device.type != "cpu":
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        try:
+            return pooled(shape, dtype)
+        except TransportError as error:
+            self.rendezvous.fail_outside_call(self.fail, error)
+            raise
 
-    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
+    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...], all_meet: bool) -> None:
         """Does nothing: the notice in the store is enough, because messages of other calls are never received."""
 
     def use_groups(self, groups: Iterable[dist.ProcessGroup]) -> None:

@@ -60,7 +60,8 @@ class Transports:
 
         self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone)
         flight_recorder.start(self.rank, self.size, self.rendezvous.texts.bounded)
-        self.machines = Machines(self.rendezvous, self._node_size)
+        with self.rendezvous.starting():
+            self.machines = Machines(self.rendezvous, self._node_size)
         self._shared_memory_transport: SharedMemoryTransport | None = None
         self._process_groups: dict[str, ProcessGroupTransport] = {}
         self._symmetric_memory_transports: dict[str, SymmetricMemoryTransport] = {}
@@ -181,7 +182,8 @@ class Transports:
     def _shared_memory(self) -> SharedMemoryTransport:
         if self._shared_memory_transport is None:
             timeout = timeout_on("cpu", self.group)
-            self._shared_memory_transport = SharedMemoryTransport(self.rank, self.size, timeout, self.rendezvous)
+            with self.rendezvous.starting():
+                self._shared_memory_transport = SharedMemoryTransport(self.rank, self.size, timeout, self.rendezvous)
             if flight_recorder.current is not None:
                 flight_recorder.current.barriers = self._shared_memory_transport
         return self._shared_memory_transport

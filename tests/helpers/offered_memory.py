@@ -1,13 +1,15 @@
 """Ranks of tests check that memory which `SharedMemoryTransport.offer` has made known to peers is not freed while peers
-may still use it: until the next barrier that offers nothing. A rank that frees it too early goes wrong only at times,
-when its pages are returned to the system or used again before a slower peer has read them."""
+may still use it: until the next barrier that offers nothing, or a peer refuses. A rank that frees it too early goes
+wrong only at times, when its pages are returned to the system or used again before a slower peer has read them."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from shardweave.errors import DisagreementError
 from shardweave.runtime.transports.comm_requests import Barrier
 from shardweave.runtime.transports.shared_memory.allocator import Allocator, Piece
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport
@@ -52,20 +54,12 @@ class OfferedMemory:
 
         def watched_answer(transport: SharedMemoryTransport, request: Barrier) -> Any:
             group = self._arrive(transport, request)
-            result = answer(transport, request)
-            self._passed(group, request)
-            return result
+            return self._passed(group, request, lambda: answer(transport, request))
 
         def watched_begin(transport: SharedMemoryTransport, request: Barrier) -> Any:
             group = self._arrive(transport, request)
             wait = begin(transport, request)
-
-            def watched_wait() -> Any:
-                result = wait()
-                self._passed(group, request)
-                return result
-
-            return watched_wait
+            return lambda: self._passed(group, request, wait)
 
         def watched_fail(transport: SharedMemoryTransport, error: Any) -> None:
             for group in [group for group in list(self._in_use) if group.transport == id(transport)]:
@@ -93,9 +87,16 @@ class OfferedMemory:
             self._in_use[group] += ranges[1:]
         return group
 
-    def _passed(self, group: _Group, request: Barrier) -> None:
+    def _passed(self, group: _Group, request: Barrier, wait: Callable[[], Any]) -> Any:
+        try:
+            result = wait()
+        except DisagreementError as error:
+            if error.recoverable:  # no rank is in this call any longer
+                self._in_use.pop(group, None)
+            raise
         if request.offer is None:
             self._in_use.pop(group, None)
+        return result
 
 
 def _overlaps(piece: Piece, given: Range) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ....errors import ArgumentError
-from ....kernels import uploaded
+from ....kernels import MOST_K, PAYLOADS, uploaded
 from ....planner import Splits
 from ...executor.call import binding
 from ...executor.dispatch_modes import under_modes
@@ -150,7 +151,7 @@ class SwitchEngine:
         transport: TransportName | None,
     ) -> None:
         self._group, self._transport, self._splits = group, transport, splits
-        self.rows, self.device = rows, device
+        self.rows, self.device, self._most_bytes = rows, device, max_token_bytes
         self._dispatchers: dict[tuple[Any, ...], TokenDispatcher] = {}
         self.common = TokenDispatcher(
             group, num_experts=num_experts, top_k=1, hidden=max(1, max_token_bytes // 4), max_tokens=max_tokens,
@@ -231,7 +232,7 @@ class SwitchEngine:
         else:
             given = Tokens(unused[:, :1], topk_idx, unused)
         self.common._overflow.check(LATEST)
-        dispatcher = self._dispatcher(layout, topk_idx.shape[1], given.x.shape[1], torch.float32)
+        dispatcher = self._router(layout, topk_idx.shape[1])
         ((rows, record),) = dispatcher._run_dispatch([given])
         self.common._overflow.add(record.groups.overflow)
         if not flat:
@@ -241,6 +242,38 @@ class SwitchEngine:
         counts = local.new_zeros(none + 1).scatter_add_(0, local.flatten(), torch.ones_like(local).flatten())
         ascending, order = local.sort(dim=1, stable=True)
         return RoutingHandle(self, layout, record, ascending.masked_fill(ascending == none, -1), order), counts[:none]
+
+    def refuse_route(self, error: ArgumentError, topk_idx: Any, layout: str) -> None:
+        """Tell peers that this rank refuses the arguments of `route`, as TokenDispatcher.refuse_dispatch does, if they
+        tell of which layout and K it is.
+
+        Raises:
+            CapacityError: as on all ranks.
+        """
+        self.common._overflow.check(LATEST)
+        known = layout in LAYOUTS and isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2
+        if known and 1 <= topk_idx.shape[1] <= MOST_K:
+            dispatcher = self._router(layout, topk_idx.shape[1])
+            dispatcher.refuse_dispatch(error, dispatcher.run)
+        else:
+            self.common._reporting.report(error)
+
+    @contextmanager
+    def refusing(self, routing: Any, rows: Any) -> Iterator[None]:
+        """A context that reports an ArgumentError of this rank to its peers; `rows`: what they dispatch or combine."""
+        try:
+            yield
+        except ArgumentError as error:
+            handle, fits = getattr(routing, "handle", None), isinstance(rows, torch.Tensor) and rows.dim() == 2
+            if fits and rows.dtype in PAYLOADS and 1 <= rows.shape[1] * rows.itemsize <= self._most_bytes:
+                if isinstance(handle, RoutingHandle) and handle.engine is self:
+                    self._of(handle, rows)  # peers make this dispatcher as well, in this order
+            self.common._reporting.report(error)
+            raise
+
+    def _router(self, layout: str, top_k: int) -> TokenDispatcher:
+        """Return the dispatcher that makes routings."""
+        return self._dispatcher(layout, top_k, top_k if layout == "flat" else 1, torch.float32)
 
     def dispatch(
         self, handle: RoutingHandle, tokens: torch.Tensor, topk_weights: torch.Tensor, memory: torch.Tensor | None

@@ -151,9 +151,12 @@ class TokenSwitch(_token_switch.TokenSwitch):
             CapacityError: with overflow="raise", an earlier routing dropped rows or had bad ids.
             TransportError: a peer died, timed out, or made another call.
         """
-        with self._engine.common._reporting:
+        try:
             check_layout(layout)
             check_topk_idx(self._engine, topk_idx, per_expert_token_counts, self._max_dispatch)
+        except ArgumentError as error:
+            self._engine.refuse_route(error, topk_idx, layout)
+            raise
         # Routings made in inference mode are used outside of it too.
         with torch.inference_mode(False), torch.no_grad():
             handle, counts = self._engine.route(topk_idx, layout)
@@ -192,7 +195,7 @@ class TokenSwitch(_token_switch.TokenSwitch):
             ArgumentError, TransportError: as for `create_routing`.
         """
         least = self._max_recv_tokens_per_rank
-        with self._engine.common._reporting:
+        with self._engine.refusing(routing, tokens):
             handle = self._checked(routing)
             check_tokens(handle, tokens, topk_weights, self._max_token_bytes)
             if out is not None:
@@ -235,7 +238,7 @@ class TokenSwitch(_token_switch.TokenSwitch):
             ArgumentError, TransportError: as for `create_routing`. ArgumentError also on a rank without experts
                 whose expert_tokens requires no gradients, if out_tokens of the dispatch that it belongs to was freed.
         """
-        with self._engine.common._reporting:
+        with self._engine.refusing(routing, expert_tokens):
             handle = self._checked(routing)
             check_expert_tokens(handle, expert_tokens, self._max_token_bytes)
             if out is not None:

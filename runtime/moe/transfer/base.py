@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from ....errors import DisagreementError
 from ....kernels import (
     AddressTables,
     Buffers,
@@ -58,6 +59,8 @@ OPERATIONS = {
     BACKWARD: "backward of combine",
     UNDISPATCH: "backward of dispatch",
 }
+REFUSED = -1
+"""Among a rank's counts in place of its number of bad ids: it takes part only to tell that it refuses its arguments."""
 ROUTING = "routing of one dispatch, held until backward"
 """A key of `TokenTransfer.nbytes`."""
 
@@ -103,6 +106,8 @@ class TokenTransfer:
         deduped: tokens cross once for each rank, as DispatchRecord.deduped describes.
         algorithm: how rows travel, in words.
         extra_words: words that a rank sends to each other rank with its counts.
+        tells_refusals: whether all ranks read the counts of a dispatch on the host, so that a rank can tell there that
+            it refuses its arguments.
         quantizes_rows: whether rows may be quantized as they are pushed. See `pushed_quantized`.
         peers: the other active ranks, starting with the one after this rank.
         collectives: whether collectives of the process group may be used: not in the background, where they would be
@@ -117,6 +122,7 @@ class TokenTransfer:
     algorithm: ClassVar[str] = ""
     extra_words: ClassVar[int] = 0
     quantizes_rows: ClassVar[bool] = False
+    tells_refusals: bool = False
 
     @classmethod
     def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
@@ -165,6 +171,7 @@ class TokenTransfer:
         self.config, self.transport, self.ranks, self.me = config, transport, ranks, me
         self.device, self.fingerprint = device, fingerprint
         self.collectives = True
+        self._refuses = False
         self._unused_rows = fill_value(config.zero_rows)
         self.physical_experts = PhysicalExperts.divided(config.bounds, device)
         self._set_physical_experts()
@@ -224,6 +231,43 @@ class TokenTransfer:
         self._fill_unused(record.groups, *(outs or own))
         yield from self._deliver(Delivery(DISPATCH, record, tokens.x, into, tokens.weights))
         return copied(own, outs, record.groups)[0], record
+
+    def refuse_dispatch(self, message: str) -> Steps[None]:
+        """Take part in a dispatch whose arguments this rank refuses, without tokens. Only with `tells_refusals`.
+
+        Args:
+            message: why, for the errors of peers.
+
+        Raises:
+            DisagreementError: as on all ranks, once they have exchanged their counts.
+        """
+        transport: Any = self.transport
+        transport.rendezvous.tell_refusal(message)  # before peers look for it
+        config = self.config
+        x = self._empty((0, config.dispatched[0]), config.dispatched[1])
+        ids, weights = self._empty((0, config.top_k), torch.int64), self._empty((0, config.top_k), torch.float32)
+        self._refuses = True
+        try:
+            yield from self.dispatch(Tokens(x, ids, weights))
+        finally:
+            self._refuses = False
+
+    def _check_refused(self, bad_ids: Sequence[int]) -> None:
+        """
+        Args:
+            bad_ids: of each rank, as all ranks know them.
+
+        Raises:
+            DisagreementError: a rank refuses its arguments.
+        """
+        if REFUSED not in bad_ids:
+            return
+        transport: Any = self.transport
+        if self._refuses:
+            error = DisagreementError("this rank refuses its arguments")
+            error.recoverable = True
+            raise error
+        raise transport.rendezvous.errors.refused(self.ranks[bad_ids.index(REFUSED)], recoverable=True)
 
     def combine(
         self,
@@ -326,7 +370,12 @@ class TokenTransfer:
 
     def _count(self, ids: torch.Tensor, share: CountShare | None = None) -> CountedPairs:
         experts = self.physical_experts.count
-        return count_pairs(ids, self.config.num_experts, self._physical_expert_of, experts, share)
+        counted = count_pairs(ids, self.config.num_experts, self._physical_expert_of, experts, share)
+        if self._refuses:
+            counted.counts[-1] = REFUSED
+            for matrix in share.matrices.tensors if share is not None else ():
+                matrix[self.me, -1] = REFUSED
+        return counted
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         """Store rows and weights at their destinations and zero the padding rows."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows
+from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows, runs_on
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord, chunk_sizes
 from .base import Delivery, Steps, TokenTransfer
@@ -33,6 +33,7 @@ class FittingRows(TokenTransfer):
         capacity, bounds = self.config.chunk_rows, torch.tensor(self.config.bounds, device="cpu")
         assert capacity is not None
         self._capacity = capacity
+        self.tells_refusals = self.device.type == "cpu" and not runs_on(self.device)
         self._first = bounds[:-1].repeat_interleave(bounds.diff()).to(self.device)  # int64 [S], of the same destination
 
     def _before(self, rows: torch.Tensor) -> torch.Tensor:
@@ -46,6 +47,8 @@ class FittingRows(TokenTransfer):
 
     def _fitted(self, matrix: torch.Tensor) -> tuple[torch.Tensor, Groups]:
         """Return the rows that fit in the chunks, int64 [W, S], and the groups of those, whose overflow counts all."""
+        if self.tells_refusals:
+            self._check_refused(matrix[:, -1].tolist())
         counts = matrix[:, :-1].long()
         fitting = torch.minimum(counts, (self._capacity - self._before(counts)).clamp(min=0))
         groups = self._grouped(with_counts(matrix, fitting), self.physical_experts)

@@ -72,6 +72,7 @@ class OneExchangeTransfer(SendRecvTransfer):
         arrived = yield from self._exchange_messages(DISPATCH, sent, self._largest_message)
         matrix = np.concatenate([message[: counts.nbytes] for message in arrived])
         matrix = matrix.view(np.int32).reshape(config.ranks, -1)
+        self._check_refused(matrix[:, -1].tolist())
         groups, receives, padded, places = self._arrivals_of_all(matrix)
         own = rows, row_weights = self._rows_to_receive(), self._new_numbers()
         self._fill_unused(groups, *(outs or own))

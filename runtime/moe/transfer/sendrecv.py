@@ -31,6 +31,7 @@ class SendRecvTransfer(TokenTransfer):
     transport: TwoSidedTransport
 
     in_chunks = True
+    tells_refusals = True
     algorithm = "one chunk of exact size per pair of ranks; the host reads their sizes once per dispatch"
 
     @classmethod
@@ -80,20 +81,22 @@ class SendRecvTransfer(TokenTransfer):
         groups = self._grouped(matrix, self.physical_experts)
         sizes, places, start = self._laid_out(matrix, groups)
         rows = locate_rows(counted.physical_expert, counted.place, groups._replace(start=start), self.physical_experts)
-        return DispatchRecord(weights, groups, rows, matrix, Chunks(self._read(sizes), places))
+        numbers, bad_ids = self._read(sizes).tensor_split((2 * self.config.ranks + 2,))
+        self._check_refused(bad_ids.tolist())
+        return DispatchRecord(weights, groups, rows, matrix, Chunks(numbers, places))
 
     def _laid_out(self, matrix: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Lay out the chunks on the device, in tensors of fixed shapes.
 
         Returns:
-            `Chunks.sizes` on the device, and `Chunks.places`.
+            `Chunks.sizes` on the device, followed by the bad ids of each rank, and `Chunks.places`.
             int32 [S]: the first row of each physical expert in all of this rank's chunks.
         """
         ends = groups.limit.cumsum(0)
         sent = torch.nn.functional.pad(ends, (1, 0))
         received, padding, places = self._arrivals(matrix, groups)
         pairs = torch.nn.functional.pad(matrix[:, :-1].cumsum(1), (1, 0))[:, self._bounds].diff()  # [W, W]
-        sizes = torch.cat((sent[self._bounds].diff(), received, padding, pairs.amax().view(1)))
+        sizes = torch.cat((sent[self._bounds].diff(), received, padding, pairs.amax().view(1), matrix[:, -1]))
         return sizes, places, sent[:-1].int()
 
     def _arrivals(

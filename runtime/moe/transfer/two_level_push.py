@@ -19,11 +19,11 @@ from ....kernels import Buffers, CountedPairs, CountShare, TokenRows, locate_row
 from ...statistics import stats
 from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens
-from .base import DISPATCH, Delivery, Shared, Steps, copied, pair_words
+from .base import DISPATCH, REFUSED, Delivery, Shared, Steps, copied, pair_words
 from .chunk_exchange import row_nbytes
 from .one_exchange import MOST_ROOM
 from .push import PushTransfer
-from .two_level import COUNTS, NUMBERS, TOKENS, Sent, TwoLevelTransfer
+from .two_level import COUNTS, LAST, NUMBERS, TOKENS, Sent, TwoLevelTransfer
 
 _ALIGNMENT = 16  # of messages, so that rows in them may have any dtype
 _MOST_AT_ONCE = 1 << 21
@@ -35,6 +35,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
     """Ranks of a node write into each other's memory and read it."""
 
     algorithm = "each token once per node that has experts of it, and one sum back; inside a node rows are pushed"
+    tells_refusals = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -58,6 +59,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
             return (yield from self._dispatch_at_once(tokens, own, outs))
         counted, matrix, numbers = yield from self._share_counts(tokens.ids)
         into = yield from self._offer(DISPATCH, *own)
+        yield from self._end_if_refused(matrix)
         record, sent, receives = yield from self._route(tokens, counted, matrix, numbers, (outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
         locate = partial(self._locate, receives=receives, record=record)
@@ -96,6 +98,14 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
             matrix.index_copy_(0, self._source_index, received[:, :-1])
         # Before peers read the matrices, they synchronise by offering their receive buffers.
         return counted, matrices.tensors[self._at], received[:, -1].tolist()
+
+    def _end_if_refused(self, matrix: torch.Tensor) -> Steps[None]:
+        """Raise on all ranks if one of them refuses its arguments."""
+        bad_ids = matrix[:, -1].tolist()
+        if REFUSED in bad_ids:
+            # As after any dispatch, peers may write the matrix again once all have read it.
+            yield from self._synchronise(DISPATCH + LAST)
+            self._check_refused(bad_ids)
 
     def _route(
         self,
@@ -164,6 +174,7 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         for matrix in matrices.tensors:
             matrix.index_copy_(0, self._source_index, counts)
         into = yield from self._offer(DISPATCH, *own)
+        yield from self._end_if_refused(matrices.tensors[self._at])
         record = self._record(counted, matrices.tensors[self._at], (outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
         delivery = Delivery(DISPATCH, record, tokens.x, into, tokens.weights)

@@ -135,8 +135,10 @@ class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
         tokens_to = torch.zeros_like(received).index_copy_(0, self._forwarder, by_node.sum(1))
         tokens_from = torch.zeros_like(received).index_copy_(0, self._brought[1:], numbers)
         no_bound = padding.new_zeros(1)  # messages have no limit
-        numbers_of_all = self._read(torch.cat((sends, receives, padding, no_bound, tokens_to, tokens_from)))
-        sizes, host_sends, host_receives = numbers_of_all.split((2 * c.ranks + 2, c.ranks, c.ranks))
+        numbers_of_all = torch.cat((sends, receives, padding, no_bound, tokens_to, tokens_from, matrix[:, -1]))
+        of_host = self._read(numbers_of_all).split((2 * c.ranks + 2, c.ranks, c.ranks, c.ranks))
+        sizes, host_sends, host_receives, bad_ids = of_host
+        self._check_refused(bad_ids.tolist())
         chunks = Chunks(sizes, places)
         # Of known size, so that the host need not wait for it.
         which, token = torch.nonzero_static(by_node, size=_total(host_sends)).unbind(1)

@@ -39,6 +39,7 @@ class TwoLevelWindowTransfer(TokenPlaces, WindowTransfer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.tells_refusals = False  # ranks of a node synchronise on the device
         self._elsewhere = [r for r in range(self.config.ranks) if r not in self._members]
         with torch.inference_mode(False):
             self._set_inside(self._members_as_destinations())

@@ -62,6 +62,7 @@ class Calls:
         rank: this rank.
         current: the current or last call.
         refused: the messages of refused calls, by `key_of(ranks)` and number of the call.
+        told: likewise, of calls that this rank takes part in to tell that it refuses them.
         refused_within: the messages of calls of some of these ranks that were refused before their participants were
             known.
     """
@@ -70,6 +71,7 @@ class Calls:
         self.rank = rank
         self.current = CallRecord((), 0, 0, "nothing yet")
         self.refused: dict[str, dict[int, str]] = {}
+        self.told: dict[str, dict[int, str]] = {}
         self.refused_within: dict[Ranks, list[str]] = {}
         self._sequences: dict[Ranks, CallSequence] = {}
 
@@ -110,10 +112,11 @@ class Calls:
         """Count the next call of `ranks`, which this rank does not make because of invalid arguments."""
         sequence = self.sequence(ranks)
         sequence.number += 1
-        refused = self.refused.setdefault(key_of(ranks), {})
-        refused[sequence.number] = message[:_MAX_MESSAGE]
-        if len(refused) > _KEPT_REFUSALS:
-            del refused[next(iter(refused))]
+        _keep(self.refused, ranks, sequence.number, message)
+
+    def tell(self, message: str) -> None:
+        """Note that this rank takes part in the current call to tell that it refuses it."""
+        _keep(self.told, self.current.ranks, self.current.number, message)
 
     def refuse_within(self, ranks: Ranks, message: str) -> None:
         """Do not make a call of some of `ranks`, because its arguments were invalid before the participants were known.
@@ -128,6 +131,13 @@ class Calls:
     def _salt(self, ranks: Ranks) -> int:
         number = sum(len(messages) for within, messages in self.refused_within.items() if set(ranks) <= set(within))
         return (number * _SALT << 16) % _SALTS
+
+
+def _keep(messages: dict[str, dict[int, str]], ranks: Ranks, number: int, message: str) -> None:
+    of_ranks = messages.setdefault(key_of(ranks), {})
+    of_ranks[number] = message[:_MAX_MESSAGE]
+    if len(of_ranks) > _KEPT_REFUSALS:
+        del of_ranks[next(iter(of_ranks))]
 
 
 def key_of(ranks: Iterable[int]) -> str:

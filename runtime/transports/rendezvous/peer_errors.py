@@ -64,18 +64,30 @@ class PeerErrors:
                     time.sleep(0.01)
         return text
 
-    def disagreement(self, peer: int, has_refused: bool = False) -> DisagreementError:
-        """The error after this rank's call turned out to differ from that of a peer, with descriptions of both. Waits
-        briefly for that of the peer.
+    def refused(self, peer: int, recoverable: bool) -> DisagreementError:
+        """The error after a peer turned out to have refused this rank's call. Waits briefly for the reason, which the
+        peer writes.
 
         Args:
-            has_refused: the peer is known to have refused the call.
+            recoverable: all ranks of the call have learned of it.
         """
-        if has_refused:
-            return self.refusal(peer) or DisagreementError(
-                f"rank {peer} refused its arguments, see the error there; rank {self._rank} was waiting for it in "
-                f"{self.calls.current}"
-            )
+        error, deadline = None, time.monotonic() + _PEER_GRACE
+        with suppress(dist.DistError):
+            while (error := self.refusal(peer, told=True)) is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+        what = error or (
+            f"rank {peer} refused its arguments, see the error there; rank {self._rank} was waiting for it in "
+            f"{self.calls.current}"
+        )
+        if not recoverable:
+            return DisagreementError(str(what))
+        error = DisagreementError(f"{what}; no rank makes this call, and the next one works")
+        error.recoverable = True
+        return error
+
+    def disagreement(self, peer: int) -> DisagreementError:
+        """The error after this rank's call turned out to differ from that of a peer, with descriptions of both. Waits
+        briefly for that of the peer."""
         self.reports.keep_waiting()
         deadline = time.monotonic() + _PEER_GRACE
         peer_call = "something else, of which it wrote nothing"
@@ -90,12 +102,19 @@ class PeerErrors:
                 time.sleep(0.005)
         return self._different_calls(peer, peer_call)
 
-    def refusal(self, peer: int) -> DisagreementError | None:
-        """The error if a peer has refused this rank's call; None if it has not."""
+    def refusal(self, peer: int, told: bool = False) -> DisagreementError | None:
+        """The error if a peer has refused this rank's call; None if it has not.
+
+        Args:
+            told: also if it takes part in the call to tell so: a wait for such a peer goes on.
+        """
         report, call = self.reports.refusals(peer), self.calls.current
         if report is None:
             return None
-        message = report.refused.get(key_of(call.ranks), {}).get(str(call.number))
+        key, number = key_of(call.ranks), str(call.number)
+        message = report.refused.get(key, {}).get(number)
+        if message is None and told:
+            message = report.told.get(key, {}).get(number)
         where = "" if message is None else f"in call {call.number} of ranks {call.ranks}"
         for ranks, times, last_message in report.refused_within:
             if set(call.ranks) <= set(ranks) and times > len(self.calls.refused_within.get(tuple(ranks), ())):

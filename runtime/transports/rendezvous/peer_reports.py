@@ -20,7 +20,7 @@ remarks: dict[str, Callable[[], str]] = {}
 
 # The forms of reports (`store_texts.parsed`).
 _SETTINGS = {str: str}
-_REFUSALS = str, {str: {str: str}}, [([int], int, str)]
+_REFUSALS = str, {str: {str: str}}, {str: {str: str}}, [([int], int, str)]
 _WAITING = str, int, [int], int, int, str, {str: int}, [int]
 
 
@@ -40,10 +40,11 @@ class WaitReport(NamedTuple):
 
 
 class RefusalReport(NamedTuple):
-    """The calls that a rank refused: `Calls.refused`, with numbers as text; and for each group of
+    """The calls that a rank refused: `Calls.refused` and `Calls.told`, with numbers as text; and for each group of
     `Calls.refused_within` its ranks, how many calls, and the last message."""
 
     refused: dict[str, dict[str, str]]
+    told: dict[str, dict[str, str]]
     refused_within: list[tuple[list[int], int, str]]
 
 
@@ -91,8 +92,9 @@ class PeerReports:
 
     def publish_refusals(self) -> None:
         """Write the calls that this rank refused."""
-        within = [[ranks, len(messages), messages[-1]] for ranks, messages in self._calls.refused_within.items()]
-        self._publish("refused", json.dumps([self.nonce, self._calls.refused, within]))
+        calls = self._calls
+        within = [[ranks, len(messages), messages[-1]] for ranks, messages in calls.refused_within.items()]
+        self._publish("refused", json.dumps([self.nonce, calls.refused, calls.told, within]))
 
     def refusals(self, peer: int) -> RefusalReport | None:
         """The calls that a peer refused; None if it has refused none."""

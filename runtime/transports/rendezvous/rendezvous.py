@@ -9,12 +9,12 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 
 import torch.distributed as dist
 
-from ....errors import DisagreementError, PeerError
+from ....errors import DisagreementError, PeerError, TransportError
 from ... import flight_recorder
 from ..background_calls import BackgroundCalls
 from ..call_lock import CallLock
@@ -54,6 +54,7 @@ class Rendezvous:
         self.reports = PeerReports(calls, self.texts, timeout)
         self.errors = PeerErrors(calls, self.reports, timeout, is_gone)
         self.sessions: set[str] = set()
+        self._failure: TransportError | None = None
         self.lock = CallLock(rank, timeout, lambda: calls.current)
 
     @cached_property
@@ -96,11 +97,35 @@ class Rendezvous:
             self.calls.refuse(ranks, message)
             self.reports.publish_refusals()
 
+    def tell_refusal(self, message: str) -> None:
+        """Record that this rank takes part in the current call only to tell that it refuses it, because of invalid
+        arguments. Does not wait."""
+        self.calls.tell(message)
+        self.reports.publish_refusals()
+
     def refuse_within(self, ranks: Ranks, message: str) -> None:
         """Record that this rank does not make a call of some of `ranks` (`Calls.refuse_within`). Does not wait."""
         if self.rank in ranks:
             self.calls.refuse_within(ranks, message)
             self.reports.publish_refusals()
+
+    def fail_outside_call(self, fail: Callable[[TransportError], None], error: TransportError) -> None:
+        """Have a transport fail because of an error before or after a call, as where memory for one is allocated: peers
+        that wait for this rank are told. Not in a forked child, whose errors are no failures of this rank."""
+        with suppress(TransportError), self.lock:
+            fail(error)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """A context in which this rank makes what peers wait for. They are told if it cannot, so it cannot later."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except TransportError as error:
+            self._failure = error
+            self.reports.fail(f"rank {self.rank} failed: {error}")
+            raise
 
     def session(self, ranks: Ranks) -> str:
         """A unique name for this group of ranks. The first time, all of them call, and their settings are compared.

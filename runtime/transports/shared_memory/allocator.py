@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from ....errors import TransportError
+from ..own_limits import own_limit
 from .memory_pressure import is_short_of_memory
 from .segments import NAMED_FOLDER, PrivateSegment, Segment
 
@@ -303,8 +304,8 @@ class Allocator(Generic[Memory]):
             return self._reserved(size)
         except OSError as error:
             raise TransportError(
-                f"{size} bytes of shared memory in {NAMED_FOLDER}: {error}; tensors of this process have "
-                f"{self.allocated} there"
+                f"{size} bytes of shared memory in {NAMED_FOLDER}: {own_limit(error) or error}; tensors of this "
+                f"process have {self.allocated} there"
             ) from error
 
     def _reserved(self, size: int) -> int:

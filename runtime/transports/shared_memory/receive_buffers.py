@@ -25,7 +25,7 @@ class ReceiveBuffers:
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator  # its limit bounds what is kept for all groups
         self._kept: dict[int, tuple[torch.Tensor, Address, list[Address], int, int]] = {}
-        self._bytes = 0
+        self._bytes = self._ready = 0
 
     def take(self, fingerprint: int) -> tuple[torch.Tensor, Address, list[Address], int, int] | None:
         """Take the buffers of a step: this rank's buffer, its address, the addresses of the peers, bytes of this rank's
@@ -59,9 +59,19 @@ class ReceiveBuffers:
         self._bytes += largest
         while self._bytes > MOST_KEPT and self._kept:
             self.let_go(*self._kept.pop(next(iter(self._kept)))[3:])
+        self._ready += nbytes
         self._allocator.add_ready(nbytes)
 
     def let_go(self, nbytes: int, largest: int) -> None:
         """No longer count buffers that were taken and are not kept again."""
         self._bytes -= largest
+        self._ready -= nbytes
         self._allocator.ready -= nbytes
+
+    def drop_all(self) -> object:
+        """Keep nothing any longer, and no longer count what was taken; return the buffers. All ranks do so at the same
+        place in their sequence of steps."""
+        kept, self._kept = self._kept, {}
+        self._allocator.ready -= self._ready
+        self._bytes = self._ready = 0
+        return kept

@@ -25,6 +25,7 @@ import torch
 
 from ....errors import TransportError
 from ...environment import requested_segments
+from ..own_limits import own_limit
 
 NAMED_FOLDER = "/dev/shm"
 _serial = itertools.count(1)  # of this process's named segments
@@ -121,10 +122,13 @@ class Segment:
             try:
                 self._descriptor = os.open(self.key.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                raise TransportError(f"shared memory in {NAMED_FOLDER}: {error}") from error
+                raise TransportError(f"shared memory in {NAMED_FOLDER}: {own_limit(error) or error}") from error
         else:
             # The descriptor stays open, because peers open it.
-            self._descriptor = os.memfd_create(f"{name}-{token}", os.MFD_CLOEXEC)
+            try:
+                self._descriptor = os.memfd_create(f"{name}-{token}", os.MFD_CLOEXEC)
+            except OSError as error:
+                raise TransportError(f"{nbytes} bytes of shared memory: {own_limit(error) or error}") from error
             self.key = SegmentKey(pid, self._descriptor, named, token)
         self.named = named
         try:
@@ -134,7 +138,7 @@ class Segment:
             self.map = mmap.mmap(self._descriptor, nbytes)
         except OSError as error:
             where = f" in {NAMED_FOLDER}" if named else ""
-            raise TransportError(f"{nbytes} bytes of shared memory{where}: {error}") from error
+            raise TransportError(f"{nbytes} bytes of shared memory{where}: {own_limit(error) or error}") from error
         self.bytes = bytes_of(self.map)
         self.address = self.bytes.data_ptr()
 
@@ -177,7 +181,7 @@ class PrivateSegment:
         try:
             self.map = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise TransportError(f"{nbytes} bytes of memory: {error}") from error
+            raise TransportError(f"{nbytes} bytes of memory: {own_limit(error) or error}") from error
         self.address = bytes_of(self.map).data_ptr()
 
     def reserve(self, offset: int, nbytes: int) -> None:
@@ -198,19 +202,28 @@ def bytes_of(mapped: mmap.mmap) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
 
 
-def open_segment(key: SegmentKey) -> mmap.mmap:
-    """Map a peer's whole segment.
+def open_segment(key: SegmentKey, owner: str = "a peer") -> mmap.mmap:
+    """Map a peer's whole segment. `owner`: the peer, for errors.
 
     Raises:
         FileNotFoundError: it is gone; what is there in its place has another token.
         PermissionError: this process may not open it, or it belongs to another user.
+        TransportError: this process has run out of descriptors or of address space.
     """
     try:
-        descriptor = os.open(key.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
+        return _open_segment(key)
     except (FileNotFoundError, PermissionError):
         raise
-    except OSError as error:  # a directory, a socket, …
-        raise FileNotFoundError(f"{key.path} is no segment now: {error}") from error
+    except OSError as error:
+        if limit := own_limit(error):
+            raise TransportError(
+                f"mapping the memory of {owner}: {limit}, or SHARDWEAVE_TRANSPORT=process_group, which maps none"
+            ) from error
+        raise FileNotFoundError(f"{key.path} is no segment now: {error}") from error  # a directory, a socket, …
+
+
+def _open_segment(key: SegmentKey) -> mmap.mmap:
+    descriptor = os.open(key.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         status, opened = os.fstat(descriptor), os.readlink(f"/proc/self/fd/{descriptor}")
         if key.token not in os.path.basename(opened):
@@ -237,17 +250,28 @@ def unlink_names_of_the_dead() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
+    """Whether a process exists and is not a zombie; where that cannot be read, whether it exists."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:  # this process has no free descriptors, say
+        try:
+            os.kill(pid, 0)  # asks only
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
 
 
 def _names() -> list[tuple[str, int]]:
     pattern = re.compile(rf"shardweave-{process_namespace()}-(\d+)-\d+-[0-9a-f]+")
-    matches = map(pattern.fullmatch, os.listdir(NAMED_FOLDER) if os.path.isdir(NAMED_FOLDER) else [])
+    try:
+        matches = map(pattern.fullmatch, os.listdir(NAMED_FOLDER))
+    except OSError:  # there is none, or this process has no free descriptors: names stay for the next process
+        return []
     return [(match[0], int(match[1])) for match in matches if match]
 
 

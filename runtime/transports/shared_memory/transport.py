@@ -16,8 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ....errors import PeerError, TransportError
+from ....errors import DisagreementError, PeerError, TransportError
 from ..comm_requests import Barrier, CommRequest, PendingCall
+from ..own_limits import own_limit
+from ..rendezvous.calls import CallRecord
 from ..rendezvous.long_wait import FIRST_POLL, LongWait
 from ..rendezvous.rendezvous import Rendezvous
 from ..rendezvous.store_texts import malformed
@@ -51,6 +53,7 @@ _NO_SEGMENT = MAX_SEGMENTS
 _SECOND_SEGMENT = 16  # from this bit on `_SEGMENT` has the segment of a second buffer, plus 1; 0: there is none
 _NO_BUFFER: Address = (0, _NO_SEGMENT, 0)
 _REFUSED = 0  # in place of a fingerprint
+_MOST_KEYS = (1 << 63) - 1
 _EAGER_POLLS = 50
 _CACHED_ADDRESSES = 4096
 _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 5e-2
@@ -66,9 +69,17 @@ def why_unsupported() -> str | None:
 
 
 def machine_name() -> str:
-    """The boot id and the process namespace: equal for processes that can map each other's memory."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}/{process_namespace()}"
+    """The boot id and the process namespace: equal for processes that can map each other's memory.
+
+    Raises:
+        TransportError: this process has no free descriptors.
+    """
+    path = "/proc/sys/kernel/random/boot_id"
+    try:
+        with open(path) as file:
+            return f"{file.read().strip()}/{process_namespace()}"
+    except OSError as error:
+        raise TransportError(f"reading {path}: {own_limit(error) or error}") from error
 
 
 class _Peer:
@@ -77,6 +88,7 @@ class _Peer:
     Attributes:
         barriers: the number of barriers with this peer so far.
         awaited: whether this rank has waited at the last of them; False after it refused.
+        kept: memory that the peer may write until then.
     """
 
     def __init__(self, rank: int, key: SegmentKey) -> None:
@@ -85,11 +97,12 @@ class _Peer:
             self.pidfd: int | None = os.pidfd_open(key.pid)
         except (OSError, AttributeError):
             self.pidfd = None
-        mapped = open_segment(key)
+        mapped = open_segment(key, str(self))
         self.page = memoryview(mapped).cast("Q")
         self.address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
         self.barriers = 0
         self.awaited = True
+        self.kept: object = None
         self.slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
         self._segments: dict[int, torch.Tensor] = {}
 
@@ -114,7 +127,7 @@ class _Peer:
         if segment is None:
             key = self._key._replace(handle=self.page[_DIRECTORY + index])
             try:
-                mapped = open_segment(key)
+                mapped = open_segment(key, str(self))
             except (FileNotFoundError, PermissionError) as error:
                 if isinstance(error, PermissionError) and is_running(self.pid):
                     raise TransportError(f"the memory of {self} may no longer be mapped: {error}") from error
@@ -135,7 +148,7 @@ class SharedMemoryTransport:
         timeout: seconds that a wait may take.
 
     Raises:
-        TransportError: from every call after the first failure.
+        TransportError: from every call after the first failure; there is not enough shared memory.
     """
 
     one_sided = True
@@ -179,7 +192,11 @@ class SharedMemoryTransport:
         return 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._pool.empty(shape, dtype)
+        try:
+            return self._pool.empty(shape, dtype)
+        except TransportError as error:
+            self.rendezvous.fail_outside_call(self.fail, error)
+            raise
 
     def addressable(self, tensor: torch.Tensor) -> bool:
         return self._pool.holds(tensor)
@@ -262,16 +279,31 @@ class SharedMemoryTransport:
             unlink_names(os.getpid())
             unlink_names_of_the_dead()  # among them peers whose memory this rank has not mapped
 
-    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
-        """Notify the peers at the first barrier of a call that this rank refuses its arguments. Does not wait.
+    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...], all_meet: bool) -> None:
+        """Notify the peers at the first barrier of the current call that this rank refuses its arguments.
 
-        If all ranks refuse the same call, the transport stays valid.
+        If all ranks refuse the same call, the transport stays valid; and if one of them does, where all ranks of the
+        call meet in that barrier (`all_meet`), which then ends the call on each of them. Waits for peers only before
+        the first call with them, and for those that have not arrived where it refused before.
         """
+        all_meet = all_meet and first_group == participants
+        mark = _NO_BUFFER
+        if all_meet:
+            self.rendezvous.session(participants)  # where peers that have not met this rank wait for it
+            mark = self.rank, _NO_SEGMENT, _key_of(self.rendezvous.calls.current)
         peers = tuple(rank for rank in first_group if rank != self.rank)
         connected = self._peers_of.get(peers) or self._connect_all(peers)
-        self._notify(connected, _REFUSED, _NO_BUFFER)
+        self._notify(connected, _REFUSED, mark)
+        # Peers that have not arrived may still push into what was kept for the call.
+        kept = self._drop_kept(participants) if all_meet else None
         for peer in connected:
-            peer.awaited = False
+            peer.awaited, peer.kept = False, kept
+
+    def _drop_kept(self, ranks: tuple[int, ...]) -> object:
+        """Keep no receive buffers of a group any longer; return those that were. After a refused call some ranks have
+        used theirs, and those that refused have not."""
+        receive_buffers = self._receive_buffers.get(ranks)
+        return None if receive_buffers is None else receive_buffers.drop_all()
 
     def enter_call(self, key: int) -> None:
         """Tell peers which call this rank is in; 0: none. For the flight recorder, which peers may not have."""
@@ -298,7 +330,7 @@ class SharedMemoryTransport:
             if not peer.awaited:
                 # There are two slots: the peer has read the one to overwrite only when it arrives at the last barrier.
                 self._wait(peer, self._slots[peer.barriers & 1])
-                peer.awaited = True
+                peer.awaited, peer.kept = True, None
             number = peer.barriers = peer.barriers + 1
             slot = peer.slots[number & 1]
             page[slot + _FINGERPRINT] = fingerprint
@@ -319,6 +351,7 @@ class SharedMemoryTransport:
     def _wait_all(self, peers: list[_Peer], fingerprint: int) -> list[Offer | None]:
         """Wait for peers at the current barrier. Returns what they offer."""
         offers: list[Offer | None] = []
+        refused: _Peer | None = None
         for peer in peers:
             number, theirs = peer.barriers, peer.page
             slot = self._slots[number & 1]
@@ -334,6 +367,9 @@ class SharedMemoryTransport:
                         self._check_fingerprint(other, fingerprint)
                     raise
             if theirs[slot + _FINGERPRINT] != fingerprint:
+                if self._has_refused_alone(peer, peers):
+                    refused = peer  # raised once all have arrived
+                    continue
                 self._check_fingerprint(peer, fingerprint)
             segment = theirs[slot + _SEGMENT]
             if segment == _NO_SEGMENT:
@@ -343,7 +379,20 @@ class SharedMemoryTransport:
             else:
                 first, second = segment & ((1 << _SECOND_SEGMENT) - 1), (segment >> _SECOND_SEGMENT) - 1
                 offers.append((peer.rank, first, theirs[slot + _OFFSET], second, theirs[slot + _SECOND_OFFSET]))
+        if refused is not None:
+            self._drop_kept(self.rendezvous.calls.current.ranks)
+            raise self.rendezvous.errors.refused(refused.rank, recoverable=True)
         return offers
+
+    def _has_refused_alone(self, peer: _Peer, peers: list[_Peer]) -> bool:
+        """Whether a peer that has arrived at the current barrier refused exactly this call, all ranks of which meet in
+        this barrier. Then no rank is in it any longer once all have arrived."""
+        call, theirs, slot = self.rendezvous.calls.current, peer.page, self._slots[peer.barriers & 1]
+        return (
+            theirs[slot + _FINGERPRINT] == _REFUSED
+            and theirs[slot + _OFFSET] == _key_of(call)
+            and len(peers) + 1 == len(call.ranks)
+        )
 
     def _check_fingerprint(self, peer: _Peer, fingerprint: int) -> None:
         """
@@ -355,7 +404,8 @@ class SharedMemoryTransport:
         # A rank that refuses does not wait: its number may be larger.
         if peer.page[slot + _NUMBER] < peer.barriers or theirs == fingerprint:
             return
-        raise self.rendezvous.errors.disagreement(peer.rank, theirs == _REFUSED)
+        errors = self.rendezvous.errors
+        raise errors.refused(peer.rank, recoverable=False) if theirs == _REFUSED else errors.disagreement(peer.rank)
 
     def _wait(self, peer: _Peer, slot: int) -> None:
         """Wait until a peer has arrived at the current barrier.
@@ -388,7 +438,11 @@ class SharedMemoryTransport:
                     raise self.rendezvous.errors.timed_out(peer.rank)
                 if waited > FIRST_POLL:
                     wait = wait or LongWait(self.rendezvous.errors)
-                    wait.poll([peer.rank])
+                    try:
+                        wait.poll([peer.rank])
+                    except DisagreementError:
+                        if page[slot] < number:  # a peer that refuses arrives here first
+                            raise
                 sleep_on(peer.address + 8 * slot, seen, min(max(waited / 4, _SHORTEST_NAP), _LONGEST_NAP))
         finally:
             self._page[_SLEEPS_FOR] = 0
@@ -427,6 +481,11 @@ class SharedMemoryTransport:
                 f"SHARDWEAVE_SEGMENTS=named has it opened by name, SHARDWEAVE_TRANSPORT=process_group does without"
             ) from error
         return peer
+
+
+def _key_of(call: CallRecord) -> int:
+    """A positive number that tells calls apart, equal on all ranks, as hashes of ints are."""
+    return hash((call.ranks, call.number)) & _MOST_KEYS or 1
 
 
 def _words(table: torch.Tensor, number: int) -> ctypes.Array[ctypes.c_int64]:

@@ -70,7 +70,7 @@ class SharedSegments:
             if key is None:
                 raise malformed(rank, text)
             try:
-                mapped = open_segment(key)
+                mapped = open_segment(key, f"rank {rank}")
             except FileNotFoundError as error:
                 raise PeerError(f"rank {rank} is gone, and its memory with it: {error}") from error
             except PermissionError as error:

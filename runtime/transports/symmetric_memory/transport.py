@@ -278,7 +278,7 @@ class SymmetricMemoryTransport:
             for window in self._all:
                 window.signal_failure()
 
-    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
+    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...], all_meet: bool) -> None:
         """Enqueue in every window that the call may use a notice that this rank refuses the call. Does not wait.
 
         If all ranks refuse the same call, the transport stays valid.

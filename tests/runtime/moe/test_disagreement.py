@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardweave import redistribute
-from shardweave.errors import ArgumentError, TransportError, UnsupportedError
+from shardweave.errors import ArgumentError, DisagreementError, TransportError, UnsupportedError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.routed import RoutedTokens
 
@@ -94,16 +94,19 @@ def refused_once(rank: int, transport: str) -> None:
     d.dispatch(x[:, :7] if rank == 1 else x, ids, weights)
 
 
-def refused_and_went_on(rank: int, transport: str) -> None:
-    """The refusing rank catches the error and repeats the call."""
+def refused_and_went_on(rank: int, transport: str) -> str:
+    """The refusing rank catches the error and repeats the call, as do the others if they may."""
     d = dispatcher(transport)
     fits(d, rank)
     x, ids, weights = tokens(rank)
-    if rank == 1:
-        with pytest.raises(ArgumentError):
-            d.dispatch(x[:, :7], ids, weights)
+    try:
+        d.dispatch(x[:, :7] if rank == 1 else x, ids, weights)
+    except (ArgumentError, DisagreementError) as error:
+        if rank != 1 and not error.recoverable:
+            raise
     for _ in range(2):
         fits(d, rank)
+    return "went on"
 
 
 def one_without_gradients(rank: int, d: TokenDispatcher) -> RoutedTokens:
@@ -177,7 +180,9 @@ CASES: dict[Callable, Callable[[list[str]], bool]] = {
     ),
     refused_combine: lambda outcomes: outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED,
     refused_combine_start: lambda outcomes: outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED,
-    refused_and_went_on: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    refused_and_went_on: lambda outcomes: (
+        outcomes == ["went on"] * RANKS or set(outcomes) <= REPORTED and "DisagreementError" in outcomes
+    ),
     refused_to_be_made: lambda outcomes: (
         outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
     ),

@@ -9,7 +9,7 @@ from rank_processes import end_ranks, run_ranks
 from test_token_switch import LAYOUTS, THERE, H, K, needs_token_switch, switch_of
 
 import shardweave
-from shardweave.errors import ArgumentError, CapacityError
+from shardweave.errors import ArgumentError, CapacityError, DisagreementError
 
 
 @pytest.mark.plan
@@ -187,6 +187,25 @@ def refused_by_one(rank: int) -> None:
     switch.create_routing(ids, layout="flat" if rank == 0 else "batched")
 
 
+def refused_and_repeated(rank: int, transport: str) -> None:
+    """One rank has too many tokens for a routing, or of a dispatch, whose dispatchers are made then."""
+    switch = switch_of(5, 8, transport=transport)
+    ids = torch.zeros((2, K), dtype=torch.int64)
+    refuses = rank == 0
+    for layout in LAYOUTS:
+        for given in (ids.repeat(5, 1) if refuses else ids, ids):
+            try:
+                routing = switch.create_routing(given, layout=layout)
+            except (ArgumentError, DisagreementError) as error:
+                assert given is not ids or not refuses and error.recoverable, error
+                assert refuses or "rank 0 refused its arguments" in str(error) and "T up to max_disp" in str(error)
+        if transport == "shared_memory":  # elsewhere rows move at once
+            with pytest.raises(ArgumentError if refuses else DisagreementError):
+                switch.dispatch(routing, torch.zeros(3 if refuses else 2, 6), torch.zeros(2, K), 8)
+        rows, *_ = switch.dispatch(routing, torch.ones(2, 6), torch.ones(2, K), 8)
+        assert rows.shape == (8, 6)
+
+
 def other_layout(rank: int) -> None:
     switch_of(5, 8).create_routing(torch.full((2, K), -1), layout=LAYOUTS[rank])
 
@@ -203,6 +222,8 @@ def test_a_refusal_or_another_call_reaches_the_peers():
     reported = {"DisagreementError", "PeerError", "TransportError"}
     first, second = end_ranks(refused_by_one, 2, environment={"SHARDWEAVE_TIMEOUT": "40"})
     assert second.error == "ArgumentError" and first.error in reported and "layout: 'batched'" in first.message
+    for transport in ("shared_memory", "process_group"):
+        run_ranks(refused_and_repeated, 2, transport, environment={"SHARDWEAVE_TIMEOUT": "40"})
     for function in (other_layout, other_hidden):
         ends = end_ranks(function, 2, environment={"SHARDWEAVE_TIMEOUT": "40"})
         assert {end.error for end in ends} <= reported, [end.message for end in ends]
