@@ -288,9 +288,9 @@ class TokenSwitch(_token_switch.TokenSwitch):
     ) -> None:
         outs = out_tokens, out_topk_weights, out_topk_idx
         if under_modes():
-            results = _dispatched(self._engine, self._checked(routing), tokens, topk_weights, len(out_tokens))
+            dispatched = _dispatched(self._engine, self._checked(routing), tokens, topk_weights, len(out_tokens))
             with below_modes(), torch.no_grad():
-                for out, result in zip(outs, results, strict=False):
+                for out, result in zip(outs, dispatched, strict=False):  # ids in the flat layout only
                     if out is not None:
                         out.copy_(result)
             return
