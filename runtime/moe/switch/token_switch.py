@@ -293,9 +293,9 @@ class TokenSwitch(_token_switch.TokenSwitch):
     ) -> None:
         outs = out_tokens, out_topk_weights, out_topk_idx
         if under_modes():
-            seen = _dispatched(self._engine, self._checked(routing), tokens, topk_weights, len(out_tokens))
+            dispatched = _dispatched(self._engine, self._checked(routing), tokens, topk_weights, len(out_tokens))
             with below_modes(), torch.no_grad():
-                for given, received in zip(outs, seen, strict=False):
+                for given, received in zip(outs, dispatched, strict=False):  # ids in the flat layout only
                     if given is not None:
                         given.copy_(received)
             return
