@@ -205,10 +205,7 @@ class TorchtitanDispatcher(_Base):
             CapacityError, TransportError: as for TokenDispatcher.
         """
         del num_local_tokens_per_expert_E
-        if self.dispatcher is None:
-            with nullcontext() if self.ep_mesh is None else binding():  # not on two threads
-                self.dispatcher = self.dispatcher or self._of_first_dispatch(x_TD)
-        dispatcher = self.dispatcher
+        dispatcher = self.dispatcher or self._of_first_dispatch(x_TD)
         if isinstance(dispatcher, TokenDispatcher):
             routed = dispatcher.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK)
         else:
@@ -240,7 +237,7 @@ class TorchtitanDispatcher(_Base):
         return dispatcher.combine([routed_output_RD], [metadata])[0]
 
     def _of_first_dispatch(self, x_TD: torch.Tensor) -> TokenDispatcher | VirtualTokenDispatcher:
-        """Return the dispatcher, with the sizes that the config leaves to the first dispatch."""
+        """Make and return the dispatcher, with the sizes that the config leaves to the first dispatch."""
         if not self._wired:
             raise ArgumentError("ep_mesh: not set; allowed: dispatch and combine after wire_meshes(ep_mesh=...)")
         if not isinstance(x_TD, torch.Tensor) or x_TD.dim() != 2:
@@ -252,7 +249,9 @@ class TorchtitanDispatcher(_Base):
             raise ArgumentError(f"{', '.join(sizes)}: None; allowed under torch.compile: values, set in the config")
         config = replace(self.config, **sizes)
         self._check(config)
-        return self._make(config, x_TD.device)
+        with nullcontext() if self.ep_mesh is None else binding():  # not on two threads
+            self.dispatcher = self.dispatcher or self._make(config, x_TD.device)
+            return self.dispatcher
 
 
 def token_dispatcher(config: Any, **settings: Any) -> TorchtitanDispatcher.Config:

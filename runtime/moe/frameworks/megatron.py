@@ -54,13 +54,15 @@ class _Pass:
     """What one forward pass of a layer keeps from one method to the next, which Megatron gives tensors only.
 
     Attributes:
-        next_input: the tensor that the next method gets, or one on its memory.
+        last: the last method of the pass.
+        result: its result, on whose memory the next method gets a tensor.
         shape: of the tokens.
         ids: [T, K], until they are dispatched.
         routed: once they are, until they are combined.
     """
 
-    next_input: torch.Tensor
+    last: str
+    result: torch.Tensor
     shape: torch.Size
     ids: torch.Tensor | None = None
     routed: RoutedTokens | None = None
@@ -152,7 +154,7 @@ class MegatronDispatcher(_Base):
         ids = torch.where(chosen, first, -1)[:, :, None]
         ids = torch.where(ids >= 0, ids + shards, -1).flatten(1)
         weights = weights[:, :, None].expand(-1, -1, self.tp_size).flatten(1)
-        self._of_thread.forward = _Pass(weights, shape, ids)
+        self._of_thread.forward = _Pass("dispatch_preprocess", weights, shape, ids)
         return hidden_states.reshape(-1, shape[-1]), weights
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +167,7 @@ class MegatronDispatcher(_Base):
         forward = self._forward("token_dispatch: probs", probs, "dispatch_preprocess")
         assert forward.ids is not None
         routed = self._made_for(hidden_states).dispatch(hidden_states, forward.ids, probs)
-        self._of_thread.forward = _Pass(routed.x, forward.shape, routed=routed)
+        self._of_thread.forward = _Pass("token_dispatch", routed.x, forward.shape, routed=routed)
         return routed.x, routed.weights
 
     def dispatch_postprocess(
@@ -194,8 +196,9 @@ class MegatronDispatcher(_Base):
             raise ArgumentError(
                 "combine_preprocess: nothing has been dispatched; allowed: after token_dispatch, on the same thread"
             )
-        forward.next_input = _InBuffer.apply(hidden_states.to(forward.routed.x.dtype), forward.routed)
-        return forward.next_input
+        output: torch.Tensor = _InBuffer.apply(hidden_states.to(forward.routed.x.dtype), forward.routed)
+        forward.last, forward.result = "combine_preprocess", output
+        return output
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's rows, [T, H].
@@ -207,7 +210,7 @@ class MegatronDispatcher(_Base):
         forward = self._forward("token_combine: hidden_states", hidden_states, "combine_preprocess")
         assert self.dispatcher is not None and forward.routed is not None
         sums = self.dispatcher.combine(hidden_states, forward.routed, weighted=False)
-        self._of_thread.forward = _Pass(sums, forward.shape)
+        self._of_thread.forward = _Pass("token_combine", sums, forward.shape)
         return sums
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -228,7 +231,7 @@ class MegatronDispatcher(_Base):
                 pass of this thread has replaced.
         """
         forward: _Pass | None = getattr(self._of_thread, "forward", None)
-        if forward is None or forward.next_input.data_ptr() != given.data_ptr():
+        if forward is None or forward.last != before or forward.result.data_ptr() != given.data_ptr():
             raise ArgumentError(
                 f"{what}: not of this thread's last {before}; allowed: after {before}, one forward pass of a thread "
                 "after the other"
