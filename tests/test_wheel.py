@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -139,9 +141,24 @@ def test_wheel_is_typed(installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "mypy.ini").write_text("".join(f"[mypy-{name}.*]\nignore_missing_imports = True\n" for name in UNTYPED))
     mypy = [installed.python, "-m", "mypy", "--follow-imports=silent"]
     assert "Success" in run(tmp_path, *mypy, *EXAMPLES)
-    (tmp_path / "wrong.py").write_text(WRONG_TYPES)
-    done = subprocess.run([*mypy, "wrong.py"], cwd=tmp_path, env=clean(), capture_output=True, text=True)
+    check_types_are_found(installed.python, tmp_path)
+
+
+def check_types_are_found(python: Path, folder: Path) -> None:
+    (folder / "wrong.py").write_text(WRONG_TYPES)
+    mypy = [python, "-m", "mypy", "--follow-imports=silent", "wrong.py"]
+    done = subprocess.run(mypy, cwd=folder, env=clean(), capture_output=True, text=True)
     assert done.returncode == 1 and 'expression has type "Program"' in done.stdout, done.stdout
+
+
+def test_editable_install_is_typed(installed: Installed, tmp_path: Path) -> None:
+    """As CONTRIBUTING.md says how to make one."""
+    (command,) = re.findall(r"^pip (install -e .*)$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
+    python, _ = environment(tmp_path / "environment")
+    run(installed.sources, python, "-m", "pip", "--quiet", *shlex.split(command), "--no-deps")
+    where = Path(run(tmp_path, python, "-c", "import shardweave; print(shardweave.__file__)").strip())
+    assert where.samefile(installed.sources / "__init__.py") or where.is_relative_to(installed.sources)
+    check_types_are_found(python, tmp_path)
 
 
 def test_source_distribution_runs_tests_against_the_wheel(installed: Installed) -> None:

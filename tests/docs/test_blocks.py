@@ -87,6 +87,12 @@ def test_commands_not_run_are_covered_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.plan
+def test_pages_install_what_tools_find() -> None:
+    """mypy and editors find no package whose root is mapped to another name, unless the editable install is strict."""
+    lines = [line for page in PAGES for line in page.read_text("utf-8").splitlines() if "pip install -e" in line]
+    assert lines and all("editable_mode=strict" in line for line in lines), lines
+
+
 def test_text_figures_ignores_numbers() -> None:
     text = "```bash\nx\n```\n\n```text figures\nin  12.5 ms │  3\n…\nend\n```"
     (block,) = parse_page("page.md", text).blocks
