@@ -135,13 +135,12 @@ def _bind(
     participants = batch.participants(rank)
     if rank not in participants:
         return Call(None, None, ())  # this rank is in none of the meshes
+    meshes = [spec.mesh for pair in specs for spec in pair]
     if options.topology is None and batch.exchanges:
-        found = found_topology_of(batch.everyone, device)
+        found = found_topology_of(batch.everyone, device, *meshes)
         if found is not None:
             batch = plan_batch(requests, rank=rank, topology=found)
-    transport, _ = transport_for(
-        participants, device, options.transport, *(spec.mesh for pair in specs for spec in pair)
-    )
+    transport, _ = transport_for(participants, device, options.transport, *meshes)
     try:
         for i, (program, x) in enumerate(zip(batch.programs, locals_, strict=True)):
             if x.device != device:

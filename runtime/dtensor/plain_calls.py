@@ -143,7 +143,7 @@ def _bind(
     request = partial(plan, mesh, shape, dtype_name(x.dtype), source, target, rank=position)
     program = request(topology=options.topology)
     if options.topology is None and program.exchanges and not leaves_sums_to_backend(program, options.reduction):
-        found = found_topology_of(ranks, x.device)
+        found = found_topology_of(ranks, x.device, groups=groups)
         program = program if found is None else request(topology=found)
     if program.is_identity:
         return Call(None, None, ())

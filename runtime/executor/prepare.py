@@ -104,7 +104,7 @@ def _prepare_ranks(
         title = f"prepare(max_bytes={max_bytes}, pooled_outputs={pooled_outputs})"
         with chosen.rendezvous.making_ready(ranks, lambda: title):
             try:
-                found_topology_of(ranks, device)  # so that binding does not wait for it
+                found_topology_of(ranks, device, mesh)  # so that binding does not wait for it
                 _prepare(chosen, mesh_of(mesh), device, max_bytes, pooled_outputs)
             except TransportError as error:
                 chosen.fail(error)  # first: flight records, for which this rank waits, are written on leaving

@@ -388,7 +388,12 @@ class SharedMemoryTransport:
                     raise self.rendezvous.errors.timed_out(peer.rank)
                 if waited > FIRST_POLL:
                     wait = wait or LongWait(self.rendezvous.errors)
-                    wait.poll([peer.rank])
+                    try:
+                        wait.poll([peer.rank])
+                    except PeerError:
+                        # The peer may have arrived, and left, while its reports were read.
+                        if page[slot] < number:
+                            raise
                 sleep_on(peer.address + 8 * slot, seen, min(max(waited / 4, _SHORTEST_NAP), _LONGEST_NAP))
         finally:
             self._page[_SLEEPS_FOR] = 0
