@@ -50,7 +50,7 @@ _generation = 0
 
 
 def on_group_destroyed(callback: Callable[[], None]) -> None:
-    """Call `callback` when the default process group has been destroyed, after the caches have been emptied."""
+    """Call `callback` when the default process group is destroyed, after the caches have been emptied."""
     _destroy_callbacks.append(callback)
 
 

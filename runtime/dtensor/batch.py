@@ -126,8 +126,9 @@ def _bind(
     specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], options: RedistributeOptions
 ) -> Call:
     """Plan and bind a batch. Communicates nothing, apart from what finding a topology does."""
-    ranks = ranks_of(*(spec for pair in specs for spec in pair))
-    with naming(ranks, lambda: "; ".join(f"{source} to {target}" for source, target in specs)):
+    every = [spec for pair in specs for spec in pair]
+    meshes = [spec.mesh for spec in every]
+    with naming(ranks_of(*every), lambda: "; ".join(f"{source} to {target}" for source, target in specs), *meshes):
         return _bound(specs, locals_, options)
 
 
@@ -151,13 +152,12 @@ def _bound(
     participants = batch.participants(rank)
     if rank not in participants:
         return Call(None, None, ())  # this rank is in none of the meshes
+    meshes = [spec.mesh for pair in specs for spec in pair]
     if options.topology is None and batch.exchanges:
-        found = found_topology_of(batch.everyone, device)
+        found = found_topology_of(batch.everyone, device, *meshes)
         if found is not None:
             batch = plan_batch(requests, rank=rank, topology=found)
-    transport, _ = transport_for(
-        participants, device, options.transport, *(spec.mesh for pair in specs for spec in pair)
-    )
+    transport, _ = transport_for(participants, device, options.transport, *meshes)
     try:
         for i, (program, x) in enumerate(zip(batch.programs, locals_, strict=True)):
             if x.device != device:

@@ -125,7 +125,7 @@ def _lookup(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options:
 
 def _naming(current: DTensorSpec, target: DTensorSpec) -> AbstractContextManager[None]:
     """A context in which errors of waits for peers name this request."""
-    return naming(ranks_of(current, target), lambda: f"{current} to {target}")
+    return naming(ranks_of(current, target), lambda: f"{current} to {target}", current.mesh, target.mesh)
 
 
 def ranks_of(*specs: DTensorSpec) -> set[int]:
@@ -156,10 +156,10 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: R
         cached = _plan(x, current, target, options)
     planner, shape = cached.planner, _global_shape(current)
     if planner.local_slice is not None:
-        transport, _ = transport_for((dist.get_rank(),), x.device, options.transport)
+        transport, _ = transport_for((dist.get_rank(),), x.device, options.transport, current.mesh, target.mesh)
         with _peers_need_not_know():
             return Call(BoundSlice(planner, planner.local_slice, shape, x, transport), transport, ())
-    program = _program_on(planner, shape, x.device, options)
+    program = _program_on(cached, shape, x.device, options)
     (position,) = program.ranks
     if program.is_identity:
         with _peers_need_not_know():
@@ -213,17 +213,18 @@ def _planner_key(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, opt
 def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> Program:
     """This rank's program. Communicates nothing, apart from what finding a topology does."""
     entry = _planners.get(_planner_key(x, current, target, options)) or _plan(x, current, target, options)
-    return _program_on(entry.planner, _global_shape(current), x.device, options)
+    return _program_on(entry, _global_shape(current), x.device, options)
 
 
 def _program_on(
-    planner: Planner, shape: tuple[int, ...], device: torch.device, options: RedistributeOptions
+    entry: _ShapelessPlanner, shape: tuple[int, ...], device: torch.device, options: RedistributeOptions
 ) -> Program:
     """The program for a shape: where ranks exchange and no topology is given, that for the topology that is found, for
     which ranks of several nodes may wait for each other the first time."""
+    planner = entry.planner
     program = planner.program(shape)
     if options.topology is None and program.exchanges and not leaves_sums_to_backend(program, options.reduction):
-        found = found_topology_of(program.mesh.rank_array.tolist(), device)
+        found = found_topology_of(program.mesh.rank_array.tolist(), device, *entry.meshes)
         if found is not None:
             return planner.on(found).program(shape)
     return program

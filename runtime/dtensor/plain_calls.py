@@ -123,7 +123,7 @@ def plain_call(
     call = _calls.get(key)
     if call is None:
         text = f"{source} → {target}   {dtype_name(x.dtype)}{list(shape)}"
-        with binding(), naming(mesh.rank_array.tolist(), lambda: text):
+        with binding(), naming(mesh.rank_array.tolist(), lambda: text, groups=groups):
             call = _calls[key] = _bind(x, mesh, shape, source, target, options, groups)
     return call
 
@@ -144,7 +144,7 @@ def _bind(
     request = partial(plan, mesh, shape, dtype_name(x.dtype), source, target, rank=position)
     program = request(topology=options.topology)
     if options.topology is None and program.exchanges and not leaves_sums_to_backend(program, options.reduction):
-        found = found_topology_of(ranks, x.device)
+        found = found_topology_of(ranks, x.device, groups=groups)
         program = program if found is None else request(topology=found)
     if program.is_identity:
         return Call(None, None, ())

@@ -15,13 +15,14 @@ from ...errors import ArgumentError, TransportError, UnsupportedError
 from ...kernels import on_device
 from ...planner import Mesh, Topology
 from .. import flight_recorder
+from ..convert_specs import mesh_of
 from ..environment import requested_transport
 from ..process_group_cache import ProcessGroupCache
 from ..statistics import stats
 from ..transports.call_lock import CallLock
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
-from ..transports.select import AnyTransport, current_transports, why_not_backend
+from ..transports.select import AnyTransport, Transports, current_transports, transports_of, why_not_backend
 from ..transports.streams import order_on
 from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
 from .async_work import AsyncResult, AsyncRun, HostTransport, SideStreamRun
@@ -170,20 +171,24 @@ def refuse_unplanned(
     """Notify the ranks of `meshes` (all ranks if there are none) as `refuse_among` does, and return the error."""
     if not error.peers_know and dist.is_initialized():
         with below_modes():  # they may take the mesh's own tensor for one of the user's
+            meshes = list(meshes)
             ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
-        refuse_among(error, ranks)
+            groups = named_groups(ranks, meshes)
+        refuse_among(error, ranks, groups)
     return error
 
 
-def refuse_among(error: ArgumentError | UnsupportedError, ranks: Iterable[int]) -> None:
+def refuse_among(
+    error: ArgumentError | UnsupportedError, ranks: Iterable[int], groups: Sequence[dist.ProcessGroup]
+) -> None:
     """Notify `ranks` that this rank does not make a call of some of them, because its arguments were invalid before the
-    participants were known. Does nothing if they have been notified."""
+    participants were known. Does nothing if they have been notified. `groups`: as for `transports_of`."""
     if error.peers_know:
         return
     error.peers_know = True
-    rendezvous = current_transports().rendezvous
-    with suppress(TransportError), rendezvous.lock:
-        rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
+    participants = tuple(sorted(ranks))
+    with suppress(TransportError), binding():
+        transports_of(participants, groups).rendezvous.refuse_within(participants, str(error))
 
 
 def binding() -> CallLock:
@@ -198,12 +203,18 @@ def binding() -> CallLock:
 
 
 @contextmanager
-def naming(ranks: Iterable[int], request: Callable[[], str]) -> Iterator[None]:
+def naming(
+    ranks: Iterable[int],
+    request: Callable[[], str],
+    *meshes: DeviceMesh,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> Iterator[None]:
     """A context, inside that of `binding`, in which errors of waits for peers name the request of these ranks that is
-    being bound. `request` returns its text."""
-    calls = current_transports().rendezvous.calls
+    being bound, for a call that names process groups as for `transport_for`. `request` returns its text."""
+    ranks = tuple(sorted(ranks))
+    calls = transports_of(ranks, [*groups, *named_groups(ranks, meshes)]).rendezvous.calls
     before = calls.current
-    calls.current = calls.next_call(tuple(sorted(ranks)), request)
+    calls.current = calls.next_call(ranks, request)
     try:
         yield
     finally:
@@ -261,29 +272,46 @@ def transport_for(
     """The transport of some ranks and the reason for it. The program that is bound next may use the process groups
     `groups` and those of `meshes`."""
     requested = requested or requested_transport()
-    key = ranks, device, requested
     with binding():
+        named = [*groups, *named_groups(ranks, meshes)]
+        key = ranks, device, requested, tuple(named)
         chosen = _chosen.get(key)
         if chosen is None:
             with on_device(device):  # whose pinned memory and streams a new transport has
-                chosen = _chosen[key] = current_transports().choose(ranks, device, requested)
-        transport, why = chosen
+                transports = transports_of(ranks, named)
+                chosen = _chosen[key] = (transports, *transports.choose(ranks, device, requested, named))
+        transports, transport, why = chosen
         if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
             distinct = {id(mesh): mesh for mesh in meshes}.values()
-            transport.use_groups([*groups, *(group for mesh in distinct for group in _groups_of(mesh))])
+            known = [*groups, *(group for mesh in distinct for group in _groups_of(mesh))]
+            transport.use_groups([group for group in known if transports.has(group)])
     return transport, why
 
 
-def found_topology_of(ranks: Iterable[int], device: torch.device) -> Topology | None:
-    """The topology of some ranks (`Transports.find_topology`)."""
+def found_topology_of(
+    ranks: Iterable[int], device: torch.device, *meshes: DeviceMesh, groups: Sequence[dist.ProcessGroup] = ()
+) -> Topology | None:
+    """The topology of some ranks (`Transports.find_topology`), for a call that names process groups, as for
+    `transport_for`."""
     with binding():
-        return current_transports().machines.find_topology(tuple(sorted(ranks)), device)
+        ranks = tuple(sorted(ranks))
+        named = [*groups, *named_groups(ranks, meshes)]
+        return transports_of(ranks, named).machines.find_topology(ranks, device)
 
 
-# By ranks, device and requested transport.
-_chosen: ProcessGroupCache[tuple[tuple[int, ...], torch.device, str | None], tuple[AnyTransport, str]] = (
-    ProcessGroupCache(2048)
-)
+def named_groups(ranks: Iterable[int], meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:
+    """The process groups that a call of `ranks` names by its meshes: those of each mesh that has all of the ranks, and
+    that all of them therefore know."""
+    distinct = {id(mesh): mesh for mesh in meshes}.values()
+    having_all = [mesh for mesh in distinct if set(ranks) <= set(mesh_of(mesh).rank_array.tolist())]
+    return [group for mesh in having_all for group in _groups_of(mesh)]
+
+
+# By ranks, device, requested transport, and the process groups that the call names.
+_chosen: ProcessGroupCache[
+    tuple[tuple[int, ...], torch.device, str | None, tuple[dist.ProcessGroup, ...]],
+    tuple[Transports, AnyTransport, str],
+] = ProcessGroupCache(2048)
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -97,7 +97,7 @@ def _prepare_ranks(
     pooled_outputs: int,
 ) -> None:
     title = f"prepare(max_bytes={max_bytes}, pooled_outputs={pooled_outputs})"
-    with naming(ranks, lambda: title):
+    with naming(ranks, lambda: title, mesh):
         chosen, _ = transport_for(ranks, device, transport, mesh)
     finish_pending(chosen)
     if chosen.error is not None:
@@ -108,7 +108,7 @@ def _prepare_ranks(
     with torch.inference_mode(False):
         with chosen.rendezvous.making_ready(ranks, lambda: title):
             try:
-                found_topology_of(ranks, device)  # so that binding does not wait for it
+                found_topology_of(ranks, device, mesh)  # so that binding does not wait for it
                 _prepare(chosen, mesh_of(mesh), device, max_bytes, pooled_outputs)
             except TransportError as error:
                 chosen.fail(error)  # first: flight records, for which this rank waits, are written on leaving

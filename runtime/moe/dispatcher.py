@@ -25,7 +25,7 @@ from ..transports.choose_transport import TransportName, check_name
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.in_process import InProcessTransport, run_all
 from ..transports.process_group import ProcessGroupTransport
-from ..transports.select import AnyTransport, current_transports, why_not_backend
+from ..transports.select import AnyTransport, transports_of, why_not_backend
 from ..transports.streams import SideStream, order_on
 from .active_ranks import ActiveRanks, check_active
 from .autograd import combine_tokens, dispatch_tokens
@@ -189,7 +189,7 @@ class TokenDispatcher(TokenEngine):
             config, name, number, why = self._choose(ranks, device, transport, settings)
         except (ArgumentError, UnsupportedError) as error:
             if len(ranks) > 1:
-                refuse_among(error, ranks)
+                refuse_among(error, ranks, [group])
             raise
         self._ranks = ranks
         self._meet_with(ranks)
@@ -245,22 +245,25 @@ class TokenDispatcher(TokenEngine):
         if obstacle is not None:
             raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
         sizes = f"{config.num_experts} experts, top {config.top_k}, hidden {config.hidden}"
+        title = f"making a token dispatcher of {sizes}"
         # A new transport has pinned memory and streams of the device.
-        with on_device(device), binding(), naming(ranks, lambda: f"making a token dispatcher of {sizes}"):
-            chosen, _ = current_transports().choose(ranks, device, transport)
-            number = current_transports().number_dispatcher(ranks)
+        with on_device(device), binding(), naming(ranks, lambda: title, groups=[self._group]):
+            transports = transports_of(ranks, [self._group])
+            machines = transports.machines
+            chosen, _ = transports.choose(ranks, device, transport, [self._group])
+            number = transports.number_dispatcher(ranks)
             self._transport, name = chosen, chosen.name
             if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
-                config = replace(config, nodes=current_transports().machines.nodes_of(ranks))
+                config = replace(config, nodes=machines.nodes_of(ranks))
             if device.type == "cuda" and not chosen.one_sided and config.splits is None:
-                nodes = current_transports().machines.nodes_of(ranks)
+                nodes = machines.nodes_of(ranks)
                 config, why = with_splits(config, nodes, windows_inside(nodes, name))
             if not chosen.one_sided:
-                topology = partial(current_transports().machines.find_topology, tuple(sorted(ranks)), device)
+                topology = partial(machines.find_topology, tuple(sorted(ranks)), device)
                 config, levels = with_levels(config, device, name, topology)
                 why = "\n  ".join(filter(None, (why, levels)))
             in_windows = chosen.one_sided and chosen.windows is not None
-            figures = partial(current_transports().machines.figures_of_first, tuple(sorted(ranks)), device)
+            figures = partial(machines.figures_of_first, tuple(sorted(ranks)), device)
             config, crossing = with_dedupe(config, device, in_windows, figures)
         return config, name, number, "\n  ".join(filter(None, (why, crossing)))
 

@@ -24,11 +24,12 @@ class CallLock:
         current_call: returns the call that the process is in, for errors.
 
     Attributes:
+        current_call: as given; may be replaced.
         depth: how many blocks of the thread that holds it are in it.
     """
 
     def __init__(self, rank: int, timeout: float, current_call: Callable[[], object]) -> None:
-        self._rank, self._timeout, self._current_call = rank, timeout, current_call
+        self._rank, self._timeout, self.current_call = rank, timeout, current_call
         self._lock = threading.RLock()
         self.depth = 0
         self.acquire_now: Callable[[bool], bool] = self._lock.acquire
@@ -49,7 +50,7 @@ class CallLock:
         if not self._lock.acquire(False) and not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             raise MeetingTimeoutError(
                 f"rank {self._rank}: another thread of this process has been in calls for {seconds:g} s, at last "
-                f"in {self._current_call()}; allowed: one call at a time, in the same order on all ranks"
+                f"in {self.current_call()}; allowed: one call at a time, in the same order on all ranks"
             )
 
     def settle(self) -> None:

@@ -37,6 +37,10 @@ _ROUNDING = 2e-3  # seconds; gloo rounds timeouts down to milliseconds, so that 
 
 # Messages on gloo are matched by tags. Those of shardweave have this bit set; those of users are small numbers.
 _OURS = 1 << 30
+_CLOSED = (
+    "; this wait was ended by closing this rank's connections of gloo, so that torch's own calls on the same process "
+    "groups fail from now on; allowed: groups that are made after this error"
+)
 _NEVER_SENT = _OURS - 1
 _PROBE = _OURS - 2
 
@@ -53,12 +57,19 @@ class GroupRanks(tuple[int, ...]):
     process_group: dist.ProcessGroup
     others: tuple[int, ...]
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, ranks: Iterable[int], own: int) -> GroupRanks:
+        """`ranks`, in the order of `group`; `own`: this rank."""
+        new = cls(ranks)
+        new.process_group, new.others = group, tuple(rank for rank in new if rank != own)
+        return new
+
 
 class ProcessGroupTransport:
-    """Exchanges between any ranks of the default process group, by grouped sends and receives or by collectives.
+    """Exchanges between any ranks of a process group, by grouped sends and receives or by collectives.
 
-    There is one such transport for each backend of the group. Binding and running never create a process group;
-    collectives use the groups of the meshes.
+    There is one such transport for each backend of the default process group, and further ones for groups that were
+    made after a failure. Binding and running never create a process group; collectives use the groups of the meshes.
 
     **Every exchange compares the request and the number of the call.** On gloo, message tags contain both, so that
     data of another call is never received, whatever its size, and a rank whose wait is long reads in the store what its
@@ -70,6 +81,7 @@ class ProcessGroupTransport:
     Args:
         timeout: seconds that a wait may take.
         backend: one of `backend_limits.BACKENDS`.
+        carrier: the group that carries messages. Ranks have their numbers in the default group.
 
     Raises:
         TransportError: from every call after the first failure.
@@ -79,12 +91,17 @@ class ProcessGroupTransport:
     windows = None
     name = "process_group"
 
-    def __init__(self, rank: int, size: int, timeout: float, backend: str, rendezvous: Rendezvous) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout: float, backend: str, rendezvous: Rendezvous, carrier: GroupRanks
+    ) -> None:
         self.rank, self.size, self.timeout, self.backend = rank, size, timeout, backend
-        self.rendezvous = rendezvous
+        self.rendezvous, self._carrier = rendezvous, carrier
+        self._number = {member: number for number, member in enumerate(carrier)}
         self._groups: dict[tuple[int, ...], GroupRanks] = {}
         self._group_list: list[dist.ProcessGroup] | None = None
-        self._used_groups: set[dist.ProcessGroup] = set()
+        # With their ranks, of which torch tells nothing any more once they are destroyed.
+        self._used_groups: dict[dist.ProcessGroup, GroupRanks] = {carrier.process_group: carrier}
+        self._has_ended = False
         self._error: TransportError | None = None
         self.busy = self._closed = False
         self.pending: PendingCall | None = None
@@ -131,8 +148,7 @@ class ProcessGroupTransport:
             schedule_event_loops()  # each process group has an event loop of its own
         self._group_list, self._groups = group_list, {}
         for group in group_list:
-            ranks = GroupRanks(dist.get_process_group_ranks(group))
-            ranks.process_group, ranks.others = group, tuple(rank for rank in ranks if rank != self.rank)
+            ranks = GroupRanks.of(group, dist.get_process_group_ranks(group), self.rank)
             self._groups.setdefault(tuple(sorted(ranks)), ranks)
 
     def group_order(self, ranks: Sequence[int]) -> GroupRanks | None:
@@ -178,19 +194,20 @@ class ProcessGroupTransport:
         """Start messages. The returned function waits for the number of receives that it is given, or for all."""
         if not self.has_tags:
             return _once(self._with_fingerprints(request))
-        world: Any = dist.distributed_c10d.GroupMember.WORLD
-        if world is None:
+        if self._has_ended:
             current = self.rendezvous.calls.current
             raise TransportError(f"the process group was destroyed during {current}; allowed: after it")
+        group: Any = self._carrier.process_group
+        number = self._number
         tag = message_tag(request.fingerprint, self.rendezvous.calls.current.number)
         peers, works = [], []
         for peer, buffer in request.receives:
-            works.append(self._posted(world.recv, buffer, peer, tag))
+            works.append(self._posted(group.recv, buffer, number[peer], tag))
             peers.append(peer)
         for i, (peer, buffer) in enumerate(request.sends):
             if request.before_send is not None:
                 request.before_send(i)
-            works.append(self._posted(world.send, buffer, peer, tag))
+            works.append(self._posted(group.send, buffer, number[peer], tag))
             peers.append(peer)
         if request.during_wait is not None:
             request.during_wait()
@@ -205,10 +222,11 @@ class ProcessGroupTransport:
         return wait
 
     def _posted(self, post: Callable[..., dist.Work], buffer: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """A send to, or a receive from, a peer, which is given by its number in the carrier."""
         try:
             return post([buffer], peer, tag)
         except RuntimeError as error:
-            raise self._connection_error((peer,), error) from error
+            raise self._connection_error((self._carrier[peer],), error) from error
 
     def _wait(self, peers: tuple[int, ...], works: Sequence[dist.Work]) -> None:
         """Wait for works, one per peer or one collective with all peers."""
@@ -226,12 +244,17 @@ class ProcessGroupTransport:
                 except RuntimeError as error:
                     watchdog.stop()
                     if watchdog.error is not None:
-                        raise watchdog.error from error
+                        raise self._explained(watchdog.error) from error
                     if time.monotonic() >= deadline:
-                        raise self.rendezvous.errors.timed_out(*watched) from error
+                        self._closed = self._closed or self.backend == "gloo"  # by gloo
+                        raise self._explained(self.rendezvous.errors.timed_out(*watched)) from error
                     raise self._connection_error(watched, error) from error
         finally:
             watchdog.stop()
+
+    def _explained(self, error: TransportError) -> TransportError:
+        """An error that ended a wait, with what that has done to torch's own calls."""
+        return type(error)(f"{error}{_CLOSED}") if self._closed else error
 
     def _with_headers(self, request: AllToAll) -> Callable[[], None]:
         """An all-to-all on gloo, with a header before each message, because it has no tags."""
@@ -265,7 +288,7 @@ class ProcessGroupTransport:
     def _collective(self, request: Collective) -> Callable[[], object]:
         assert isinstance(request.group, GroupRanks)
         group, peers = request.group.process_group, request.group.others
-        self._used_groups.add(group)
+        self._used_groups[group] = request.group
         work = _started(request, group)
         if request[1].device.type == "cpu":
             return partial(self._wait, peers, [work])
@@ -285,9 +308,7 @@ class ProcessGroupTransport:
         fingerprints = check.new(expected)
         # A backend may connect all ranks of a group on its first use, so the group of exactly these ranks is used if
         # there is one.
-        group = request.group.process_group if isinstance(request.group, GroupRanks) else None
-        if group is not None:
-            self._used_groups.add(group)
+        group = (request.group if isinstance(request.group, GroupRanks) else self._carrier).process_group
         if isinstance(request, Transfer):
             sends, receives = list(request.sends), list(request.receives)
         else:
@@ -304,7 +325,6 @@ class ProcessGroupTransport:
         operations += [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in sends]
         works = dist.batch_isend_irecv(operations) if operations else []
         if isinstance(request, Collective):
-            assert group is not None
             works.append(_started(request, group))
         if isinstance(request, Transfer) and request.during_wait is not None:
             request.during_wait()
@@ -335,12 +355,13 @@ class ProcessGroupTransport:
                 if disagreement := errors.refusal(peer) or errors.call_mismatch(peer, True):
                     return disagreement
             for peer in peers:
-                if why := self.rendezvous.reports.failure(peer):
-                    return PeerError(f"rank {peer} is gone; rank {self.rank} was waiting for it in {call}: {why}")
+                if known := errors.failed(peer) or errors.left(peer):
+                    return known
+            if len(peers) == 1:
+                # A peer whose wait timed out has lost its connections too, before it writes so.
+                return errors.lost(peers[0], f": {error}")
         who = " or ".join(f"rank {peer}" for peer in peers)
-        # A peer whose wait timed out has lost its connections too, before it writes so.
-        why = errors.why_late(peers[0]) if len(peers) == 1 else ""
-        return PeerError(f"{who} is gone; rank {self.rank} was waiting for it in {call}: {error}{why}")
+        return PeerError(f"{who} is gone; rank {self.rank} was waiting for it in {call}: {error}")
 
     def fail(self, error: TransportError) -> None:
         """Notify ranks that wait for this one, now or later, that it has failed. The first error is kept."""
@@ -353,22 +374,24 @@ class ProcessGroupTransport:
         if self.backend != "gloo" or self._closed:
             return
         self._closed = True
-        world: Any = dist.distributed_c10d.GroupMember.WORLD
-        for group in (world, *self._used_groups):
-            for peer in dist.get_process_group_ranks(group):
-                if peer != self.rank and _close(group, peer):
+        for ranks in list(self._used_groups.values()):
+            for number, peer in enumerate(ranks):
+                if peer != self.rank and _close(ranks.process_group, number):
                     break
 
     def is_gone(self, rank: int) -> bool:
         """Whether gloo has lost its connection to a rank. Posts a receive that is never matched, and drops it."""
-        if self.backend != "gloo":
+        if self.backend != "gloo" or self._closed or rank not in self._number:
             return False
-        world: Any = dist.distributed_c10d.GroupMember.WORLD
         try:
-            world.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _PROBE)
+            _receive(self._carrier.process_group, self._number[rank], _PROBE)
         except RuntimeError:
             return True
         return False
+
+    def end(self) -> None:
+        """The process group has been destroyed: no more messages are sent."""
+        self._has_ended = True
 
 
 _Header = ctypes.c_int64 * 2
@@ -391,10 +414,15 @@ def _result(request: Collective) -> torch.Tensor:
     return (request.values if isinstance(request, AllReduce) else request.receives).view(-1).view(torch.uint8)
 
 
+def _receive(group: Any, peer: int, tag: int) -> dist.Work:
+    """Start to receive a byte from a rank, given by its number in the group, which may have been destroyed."""
+    return group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, tag)
+
+
 def _close(group: dist.ProcessGroup, peer: int) -> bool:
     """Close all connections of a group by a wait that times out. Returns False if the one to `peer` was closed."""
     try:
-        dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=_NEVER_SENT).wait(_SHORTEST_WAIT)  # type: ignore[union-attr]
+        _receive(group, peer, _NEVER_SENT).wait(_SHORTEST_WAIT)
     except RuntimeError as error:
         return "timed out" in str(error).lower()
     return False

@@ -1,4 +1,9 @@
-"""The transports of the default process group, and of a set of ranks the one that `choose_transport` chooses."""
+"""The transports of process groups, and of a set of ranks the one that `choose_transport` chooses.
+
+There is one set of transports for the default process group and all groups of it, so that ranks have one order of calls
+and one pool of memory whatever groups they name. A failure invalidates them. Groups that are made after a failure of
+one of their ranks have a new set, so that a program goes on with new groups: `transports_of` finds the set of a call.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -24,7 +29,8 @@ from .backend_limits import BACKENDS
 from .choose_transport import check_name, choose_transport, why_no_memory
 from .hierarchical import HierarchicalSharedMemoryTransport, HierarchicalSymmetricMemoryTransport
 from .machines import Machines
-from .process_group import ProcessGroupTransport
+from .process_group import GroupRanks, ProcessGroupTransport
+from .rendezvous.failures import Failure
 from .rendezvous.peer_reports import settings
 from .rendezvous.rendezvous import Rendezvous
 from .shared_memory.transport import SharedMemoryTransport
@@ -42,15 +48,24 @@ _GRACE = 2.0
 
 
 class Transports:
-    """The transports of a default process group, each created on first use."""
+    """A set of transports, each created on first use.
 
-    def __init__(self) -> None:
+    Args:
+        first: the set of the default process group; None: this is the one.
+        after: the failure that the groups of this set were made after; None: it is that of the default process group.
+    """
+
+    def __init__(self, first: Transports | None = None, after: Failure | None = None) -> None:
         c10d: Any = dist.distributed_c10d
         self.group = c10d.GroupMember.WORLD
+        self._after = after
+        self._groups: list[GroupRanks] = []  # made after the failure, that calls named
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Of the rendezvous, which serves all devices; a transport has that of its device's backend.
         self.timeout = max(timeout_on(device.type, self.group) for device in self.group._device_types or [_CPU])
         store = dist.PrefixStore("shardweave", c10d._get_default_store())
+        if after is not None:
+            store = dist.PrefixStore(f"after failure {after.number}", store)
         self._node_size = pretended_node_size()
         this = weakref.ref(self)  # the rendezvous, which the transports hold, must not hold them
 
@@ -58,14 +73,16 @@ class Transports:
             transports = this()
             return transports is not None and transports._is_gone(rank)
 
-        self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone)
-        flight_recorder.start(self.rank, self.size, self.rendezvous.texts.bounded)
+        earlier = None if first is None else first.rendezvous
+        self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone, earlier)
+        if first is None:
+            flight_recorder.start(self.rank, self.size, self.rendezvous.texts.bounded)
         with self.rendezvous.starting():
             self.machines = Machines(self.rendezvous, self._node_size)
         self._shared_memory_transport: SharedMemoryTransport | None = None
-        self._process_groups: dict[str, ProcessGroupTransport] = {}
+        self._process_groups: dict[tuple[str, dist.ProcessGroup], ProcessGroupTransport] = {}
         self._symmetric_memory_transports: dict[str, SymmetricMemoryTransport] = {}
-        self._hierarchical: dict[tuple[str, str], AnyHierarchical] = {}
+        self._hierarchical: dict[tuple[str, str, ProcessGroupTransport], AnyHierarchical] = {}
         self._obstacles: dict[str, str | None] = {}
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
 
@@ -73,7 +90,8 @@ class Transports:
         """Finish asynchronous calls that may never be waited for, because the group has ended, and wait for those in
         the background, which end after `_GRACE`. If another thread is in a call for longer, they are left to the first
         use of their outputs, with a warning."""
-        transports = [self._shared_memory_transport, *self._symmetric_memory_transports.values()]
+        messages = [each for each in self._process_groups.values() if each.has_tags]
+        transports = [self._shared_memory_transport, *self._symmetric_memory_transports.values(), *messages]
         pending = [transport for transport in transports if transport is not None and transport.pending is not None]
         has_background = "background" in vars(self.rendezvous)
         if has_background:
@@ -98,6 +116,14 @@ class Transports:
         finally:
             lock.depth -= 1
             lock.release_now()
+
+    def leave(self) -> None:
+        """Tell peers that this rank has left the group, for good."""
+        for each in self._process_groups.values():
+            each.end()
+        self.rendezvous.reports.leave()
+        if self._after is None:
+            self.rendezvous.failures.leave()
 
     def number_dispatcher(self, ranks: tuple[int, ...]) -> int:
         """The number of a new token dispatcher of these ranks, equal on all that create theirs in the same order."""
@@ -126,13 +152,22 @@ class Transports:
             return f"process group backend 'gloo' sends no tensors on {device_type}"
         return None
 
-    def _backend(self, device_type: str) -> str:
+    def _backend(self, device_type: str, group: Any = None) -> str:
         # By device: a group that was created without naming a backend has one for each device type.
-        name = self.group._get_backend(torch.device(device_type)).name()
+        name = (group or self.group)._get_backend(torch.device(device_type)).name()
         return _NCCL_CLASSES.get(name, name)
 
-    def choose(self, ranks: tuple[int, ...], device: torch.device, requested: str | None) -> tuple[AnyTransport, str]:
+    def choose(
+        self,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        requested: str | None,
+        groups: Sequence[dist.ProcessGroup] = (),
+    ) -> tuple[AnyTransport, str]:
         """The transport of `ranks` and the reason. All of `ranks` choose the same, by what each published at its start.
+
+        Args:
+            groups: those that the call names, as for `transports_of`.
 
         Raises:
             ArgumentError: `requested` is not in `NAMES`.
@@ -153,24 +188,67 @@ class Transports:
             _logger.log(
                 logging.INFO if self.rank == min(ranks) else logging.DEBUG, "ranks %s exchange by %s", ranks, text
             )
-        return self._transport(name, device), why
+        return self._transport(name, device, ranks, groups), why
+
+    def has(self, group: dist.ProcessGroup) -> bool:
+        """Whether calls of this set may use a process group: those made before a failure may have lost connections."""
+        return self._after is None or self._after.is_before(group, dist.get_process_group_ranks(group))
+
+    def note_groups(self, groups: Sequence[GroupRanks]) -> None:
+        """Calls of this set name these process groups."""
+        if self._after is not None:
+            known = {ranks.process_group for ranks in self._groups}
+            new = (ranks for ranks in groups if ranks.process_group not in known and self.has(ranks.process_group))
+            self._groups.extend(new)
+
+    def _carrier(self, ranks: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> GroupRanks:
+        """The process group that carries messages among `ranks`: the default one, or of those made after the failure
+        the first that has them all, of the groups that the call names or else of all that ranks made together.
+
+        Raises:
+            UnsupportedError: there is none.
+        """
+        if self._after is None:
+            return self._world()
+        table: Any = dist.distributed_c10d._world.pg_group_ranks
+        numbered = sorted((g for g in list(table) if g.group_name.isdecimal()), key=lambda g: int(g.group_name))
+        for group in (*groups, *numbered):
+            if set(ranks) <= set(table.get(group, ())) and self.has(group):
+                return GroupRanks.of(group, table[group], self.rank)
+        raise UnsupportedError(
+            f"messages among ranks {tuple(ranks)}: rank {self._after.rank} failed in an earlier call, and no process "
+            "group that was made since has all of these ranks; allowed: with one made before their mesh, as by "
+            "dist.new_group(), or after destroy_process_group and init_process_group"
+        )
+
+    def _world(self) -> GroupRanks:
+        return GroupRanks.of(self.group, range(self.size), self.rank)
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended."""
         if self._shared_memory_transport is not None and self._shared_memory_transport.has_died(rank):
             return True
-        return self._find_obstacle("cpu") is None and self._process_group("cpu").is_gone(rank)
+        groups = self._groups
+        if self._after is None:
+            groups = [self._world()] if self._find_obstacle("cpu") is None else []
+        for group in groups:
+            with suppress(RuntimeError):  # it has no backend for the CPU
+                if rank in group and self._process_group("cpu", group).is_gone(rank):
+                    return True
+        return False
 
-    def _transport(self, name: str, device: torch.device) -> AnyTransport:
+    def _transport(
+        self, name: str, device: torch.device, ranks: Sequence[int], groups: Sequence[dist.ProcessGroup]
+    ) -> AnyTransport:
         if name == "shared_memory":
             return self._shared_memory()
         if name == "symmetric_memory":
             return self._symmetric_memory(device)
-        across = self._process_group(device.type)
+        across = self._process_group(device.type, self._carrier(ranks, groups))
         if name == "process_group":
             return across
         inside = self._shared_memory() if name == "hierarchical" else self._symmetric_memory(device)
-        key = name, device.type
+        key = name, device.type, across
         if key not in self._hierarchical:
             self._hierarchical[key] = (
                 HierarchicalSharedMemoryTransport(inside, across, self.machines.nodes)
@@ -203,13 +281,16 @@ class Transports:
             )
         return transport
 
-    def _process_group(self, device_type: str) -> ProcessGroupTransport:
-        backend = self._backend(device_type)
-        if backend not in self._process_groups:
-            self._process_groups[backend] = ProcessGroupTransport(
-                self.rank, self.size, timeout_on(device_type, self.group), backend, self.rendezvous
+    def _process_group(self, device_type: str, carrier: GroupRanks | None = None) -> ProcessGroupTransport:
+        carrier = carrier or self._world()
+        group = carrier.process_group
+        backend = self._backend(device_type, group)
+        if (backend, group) not in self._process_groups:
+            timeout = timeout_on(device_type, group)
+            self._process_groups[backend, group] = ProcessGroupTransport(
+                self.rank, self.size, timeout, backend, self.rendezvous, carrier
             )
-        return self._process_groups[backend]
+        return self._process_groups[backend, group]
 
 
 def timeout_on(device_type: str, group: Any) -> float:
@@ -232,13 +313,18 @@ settings["SHARDWEAVE_TRANSPORT"] = _from_environment("SHARDWEAVE_TRANSPORT")
 settings["SHARDWEAVE_NODE_SIZE"] = _from_environment("SHARDWEAVE_NODE_SIZE")
 
 
-_transports: list[Transports] = []  # of the current default process group, if any
+_transports: dict[int, Transports] = {}
+"""Of the current default process group, if any: at 0, and at the number of each failure that others were made after."""
 _creating = threading.Lock()
 
 
 def _end_transports() -> None:
-    while _transports:
-        _transports.pop().finish()
+    ended = list(_transports.values())
+    _transports.clear()
+    for transports in ended:
+        transports.finish()
+    for transports in ended:
+        transports.leave()
     flight_recorder.stop()
 
 
@@ -246,7 +332,7 @@ on_group_destroyed(_end_transports)
 
 
 def current_transports() -> Transports:
-    """The transports of the current default process group.
+    """The transports of the current default process group, and of the groups that were made before any failure.
 
     Raises:
         UnsupportedError: torch.distributed is not initialised.
@@ -257,32 +343,59 @@ def current_transports() -> Transports:
     if not _transports:
         with _creating:
             if not _transports:
-                _transports.append(Transports())
+                _transports[0] = Transports()
     return _transports[0]
+
+
+def transports_of(ranks: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> Transports:
+    """The transports of calls that `ranks` make together, by the last failure of one of them that one of the process
+    groups which the call names was made after. The same on all of them, whenever they ask. Does not wait.
+
+    Args:
+        groups: process groups of this rank; those of all dims of a mesh that has all of `ranks`, or one group. A call
+            between meshes of which none has all of its ranks names none.
+    """
+    first = current_transports()
+    table: Any = dist.distributed_c10d._world.pg_group_ranks  # without groups that were destroyed
+    others = [group for group in groups if group != first.group and group in table]
+    named = [GroupRanks.of(group, table[group], first.rank) for group in others]
+    ranks = tuple(sorted(ranks))
+    after = first.rendezvous.failures.last_before(ranks, [(each.process_group, each) for each in named])
+    if after is None:
+        return first
+    with _creating:
+        if after.number not in _transports:
+            _transports[after.number] = Transports(first, after)
+    transports = _transports[after.number]
+    transports.note_groups(named)
+    return transports
 
 
 def has_topologies() -> bool:
     """Whether this rank has found the topology of any ranks on several nodes."""
-    return bool(_transports) and _transports[0].machines.has_topologies
+    return any(transports.machines.has_topologies for transports in list(_transports.values()))
 
 
 def known_topology(ranks: tuple[int, ...], device_type: str) -> Topology | None:
     """The topology that `ranks` (ascending) have found, once all have made a call together and so know the same;
     None before, or if they found none. Does not wait."""
-    if not _transports:
-        return None
-    return _transports[0].machines.known_topology(ranks, device_type)
+    for transports in list(_transports.values()):
+        if topology := transports.machines.known_topology(ranks, device_type):
+            return topology
+    return None
 
 
 def sessions() -> set[str]:
     """The sessions that this rank has agreed on with others in the current default process group (`Rendezvous`)."""
-    return _transports[0].rendezvous.sessions if _transports else set()
+    return {session for transports in list(_transports.values()) for session in transports.rendezvous.sessions}
 
 
 def publish_settings() -> None:
     """Publish this rank's settings for warnings of its peers, if there is a process group."""
     if dist.is_initialized():
-        current_transports().rendezvous.reports.publish_settings()
+        current_transports()
+        for transports in list(_transports.values()):
+            transports.rendezvous.reports.publish_settings()
 
 
 def why_not_backend(device: torch.device, requested: str | None = None) -> str | None:

@@ -26,7 +26,6 @@ from ....planner import Splits
 from ...executor.call import binding
 from ...executor.dispatch_modes import under_modes
 from ...transports.choose_transport import TransportName
-from ...transports.select import current_transports
 from ..autograd import note_written
 from ..config import DispatchConfig, OverflowPolicy
 from ..dispatch_record import DispatchRecord, Tokens, empty_record
@@ -359,7 +358,7 @@ class SwitchEngine:
         if self._splits is None and self.device.type == "cuda" and not transfer.transport.one_sided:
             # Equal for rows of all sizes, since chunks are part of a record.
             largest = DispatchConfig(common.ranks, **settings, hidden=common.hidden, dtype=common.dtype)
-            chosen, _ = with_splits(largest, current_transports().machines.nodes_of(transfer.ranks))
+            chosen, _ = with_splits(largest, common.nodes)
             settings["splits"] = chosen.splits or "host"
         if settings["splits"] == "fixed" and layout == "flat":
             settings["chunk_capacity"] = common.max_tokens

@@ -19,7 +19,7 @@ FIRST_POLL = 0.1
 """Seconds of a wait after which a rank writes the call that it waits in, and reads those of its peers."""
 WARN_AFTER = 30.0
 """Seconds of a wait after which a rank warns, once."""
-_LONGEST_PAUSE = 2.0
+_LONGEST_PAUSE = 1.0
 
 
 class LongWait:

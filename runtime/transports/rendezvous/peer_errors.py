@@ -167,15 +167,38 @@ class PeerErrors:
         )
 
     def peer_gone(self, rank: int) -> PeerError | None:
-        """The error if a rank has failed, or its process is known to have ended."""
+        """The error if a rank has failed, has left the process group before this rank's call, or is known to be gone."""
+        if error := self.failed(rank) or self.left(rank):
+            return error
+        # A rank whose own wait has failed may have closed its connections before it writes so.
+        return self.lost(rank) if self._is_gone(rank) else None
+
+    def failed(self, rank: int) -> PeerError | None:
+        """The error if a rank has failed."""
         failure = self.reports.failure(rank)
-        if failure is not None:
-            return PeerError(f"rank {self._rank} was waiting for rank {rank} in {self.calls.current}: {failure}")
-        if self._is_gone(rank):
-            # A rank whose own wait has failed may have closed its connections before it writes so.
-            why = self.why_late(rank)
-            return PeerError(f"rank {rank} is gone; rank {self._rank} was waiting for it in {self.calls.current}{why}")
-        return None
+        if failure is None:
+            return None
+        return PeerError(f"rank {self._rank} was waiting for rank {rank} in {self.calls.current}: {failure}")
+
+    def left(self, rank: int) -> PeerError | None:
+        """The error if a rank has left the process group without this rank's call. One that has made the call has sent
+        its part of it before it left."""
+        numbers, call = self.reports.left(rank), self.calls.current
+        if numbers is None or (rank in call.ranks and numbers.get(key_of(call.ranks), 0) >= call.number):
+            return None
+        return PeerError(
+            f"rank {rank} has left the process group (destroy_process_group); rank {self._rank} was waiting for it in "
+            f"{call}"
+        )
+
+    def lost(self, rank: int, why: str = "") -> PeerError:
+        """The error after the connection to a rank was lost: its own report if it writes one soon, or `why`."""
+        late = self.why_late(rank)
+        if error := self.failed(rank) or self.left(rank):
+            return error
+        return PeerError(
+            f"rank {rank} is gone; rank {self._rank} was waiting for it in {self.calls.current}{why}{late}"
+        )
 
     def unreachable(self, rank: int) -> PeerError | None:
         """The error if the process of a rank is known to have ended, where the store cannot be asked for the reason."""

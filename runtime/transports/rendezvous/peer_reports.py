@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from .calls import CallRecord, Calls
+from .failures import Failures
 from .store_texts import StoreTexts, parsed
 
 settings: dict[str, Callable[[], str]] = {}
@@ -20,8 +21,13 @@ remarks: dict[str, Callable[[], str]] = {}
 
 # The forms of reports (`store_texts.parsed`).
 _SETTINGS = {str: str}
+_FAILED = str, str
 _REFUSALS = str, {str: {str: str}}, {str: {str: str}}, [([int], int, str)]
 _WAITING = str, int, [int], int, int, str, {str: int}, [int]
+_LEFT = str, {str: int}
+
+_earlier_nonces: set[str] = set()
+"""Those of peers in process groups that this process has left."""
 
 
 class WaitReport(NamedTuple):
@@ -56,8 +62,8 @@ class PeerReports:
         nonces: those of peers, known after the first rendezvous with them.
     """
 
-    def __init__(self, calls: Calls, texts: StoreTexts, timeout: float) -> None:
-        self._calls, self._texts = calls, texts
+    def __init__(self, calls: Calls, texts: StoreTexts, timeout: float, failures: Failures) -> None:
+        self._calls, self._texts, self._failures = calls, texts, failures
         self.nonce = secrets.token_hex(8)
         self.nonces: dict[int, str] = {}
         self._failed = self._is_evidence = False
@@ -83,12 +89,31 @@ class PeerReports:
         peers."""
         if not self._failed:
             self._failed = True
+            self._failures.add()
             self.keep_waiting()
-            self._publish("failed", text)
+            self._publish("failed", json.dumps([self.nonce, text]))
 
     def failure(self, rank: int) -> str | None:
         """The text of a rank's `fail`; None if it has not failed."""
-        return self._get("failed", rank)
+        written = self._get("failed", rank)
+        if written is None:
+            return None
+        nonce, text = parsed(rank, written, _FAILED)
+        return text if self._is_current(rank, nonce) else None
+
+    def leave(self) -> None:
+        """Report that this rank has left the process group, with the numbers of its last calls."""
+        _earlier_nonces.update(self.nonces.values())
+        if self.nonces:  # only ranks that have met this one can tell the report from that of an earlier group
+            self._publish("left", json.dumps([self.nonce, self._calls.numbers()]))
+
+    def left(self, peer: int) -> dict[str, int] | None:
+        """The numbers of the last calls (`Calls.numbers`) of a peer that has left the group; None if it has not."""
+        text = self._get("left", peer)
+        if text is None:
+            return None
+        nonce, numbers = parsed(peer, text, _LEFT)
+        return numbers if self.nonces.get(peer) == nonce else None
 
     def publish_refusals(self) -> None:
         """Write the calls that this rank refused."""
@@ -135,7 +160,8 @@ class PeerReports:
         return WaitReport(CallRecord(tuple(ranks), number, fingerprint, description), polls, numbers, awaited)
 
     def _is_current(self, peer: int, nonce: str) -> bool:
-        return nonce == self.nonces.get(peer, nonce)
+        known = self.nonces.get(peer)
+        return nonce not in _earlier_nonces if known is None else nonce == known
 
     def _get(self, kind: str, rank: int) -> str | None:
         return self._texts.get(_key(kind, rank)) or None

@@ -19,6 +19,7 @@ from ... import flight_recorder
 from ..background_calls import BackgroundCalls
 from ..call_lock import CallLock
 from .calls import Calls, Ranks, key_of
+from .failures import Failures
 from .long_wait import LongWait, long_wait
 from .peer_errors import PeerErrors
 from .peer_reports import PeerReports, settings
@@ -32,30 +33,42 @@ class Rendezvous:
     """What a rank shares with its peers through the store: agreement on settings and sessions when ranks first
     communicate, the sequence number of each call, refusals, failures, and the call that a rank waits in.
 
-    There is one per default process group, used by all transports.
+    There is one per default process group, used by all transports, and one more for the process groups made after a
+    failure.
 
     Args:
         timeout: seconds that a wait may take.
         is_gone: returns whether the process of a rank is known to have ended.
+        first: that of the default process group; None: this is the one.
 
     Attributes:
         calls: the calls of this rank.
         texts: the store, with a limit of time.
         reports: what ranks report of themselves.
         errors: the errors of waits for peers.
+        failures: of the ranks of the default process group.
         sessions: the names of the sessions that this rank has agreed on with others.
-        lock: held by the thread that is in a call, or binds one.
+        lock: held by the thread that is in a call, or binds one; one for the default process group and all others.
     """
 
-    def __init__(self, store: dist.Store, rank: int, timeout: float, is_gone: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        timeout: float,
+        is_gone: Callable[[int], bool],
+        first: Rendezvous | None = None,
+    ) -> None:
         self.rank, self.timeout = rank, timeout
         self.calls = calls = Calls(rank)
         self.texts = StoreTexts(store, timeout)
-        self.reports = PeerReports(calls, self.texts, timeout)
+        self.failures = Failures(self.texts, rank) if first is None else first.failures
+        self.reports = PeerReports(calls, self.texts, timeout, self.failures)
         self.errors = PeerErrors(calls, self.reports, timeout, is_gone)
         self.sessions: set[str] = set()
         self._failure: TransportError | None = None
-        self.lock = CallLock(rank, timeout, lambda: calls.current)
+        self.lock = CallLock(rank, timeout, lambda: calls.current) if first is None else first.lock
+        self.lock.current_call = lambda: calls.current  # the latest are those that are in use
 
     @cached_property
     def background(self) -> BackgroundCalls:

@@ -440,8 +440,9 @@ class SharedMemoryTransport:
                     wait = wait or LongWait(self.rendezvous.errors)
                     try:
                         wait.poll([peer.rank])
-                    except DisagreementError:
-                        if page[slot] < number:  # a peer that refuses arrives here first
+                    except (DisagreementError, PeerError):
+                        # A peer that refuses arrives here first; one that left may have arrived before.
+                        if page[slot] < number:
                             raise
                 sleep_on(peer.address + 8 * slot, seen, min(max(waited / 4, _SHORTEST_NAP), _LONGEST_NAP))
         finally:

@@ -253,7 +253,7 @@ class SymmetricMemoryTransport:
         if code.kind == "late":
             return MeetingTimeoutError(
                 f"rank {code.peer} did not arrive within {self.timeout:g} s; rank {code.rank} was waiting for it "
-                f"({where}); outputs since then are overwritten"
+                f"({where}); outputs since then are overwritten{self.rendezvous.errors.why_late(code.peer)}"
             )
         if code.kind == "failed":
             return PeerError(
