@@ -31,7 +31,7 @@ from shardweave.kernels.window_boxes import WindowLaunch
 from shardweave.runtime.dtensor.local import run_redistribution
 from shardweave.runtime.dtensor.redistribute_options import RedistributeOptions
 from shardweave.runtime.transports import process_group
-from shardweave.runtime.transports.process_group import ProcessGroupTransport
+from shardweave.runtime.transports.process_group import GroupRanks, ProcessGroupTransport
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
 
 _QUEUED_CALLS = 100  # of a few launches each; CUDA queues about 1,024
@@ -69,12 +69,13 @@ class _Done(dist.Work):
 
 def measure(device: torch.device, rounds: int, calls: int, measured: Collection[str] = SIDES) -> list[dict[str, Any]]:
     """The median microseconds of a call, by side, for each of `KINDS`."""
-    alone_among(
-        {
-            "symmetric_memory": MirrorTransport(0, RANKS, TIMEOUT, Mirror(device), Alone()),
-            "process_group": ProcessGroupTransport(0, RANKS, TIMEOUT, "nccl", Alone()),
-        }
-    )
+    transports: dict[str | None, Any] = {
+        "symmetric_memory": MirrorTransport(0, RANKS, TIMEOUT, Mirror(device), Alone())
+    }
+    alone_among(transports)
+    assert dist.group.WORLD is not None
+    world = GroupRanks.of(dist.group.WORLD, range(RANKS), 0)
+    transports["process_group"] = ProcessGroupTransport(0, RANKS, TIMEOUT, "nccl", Alone(), world)
     found, done = [], _Done()
     with (
         mock.patch.object(dist, "batch_isend_irecv", lambda operations: [done] * len(operations)),

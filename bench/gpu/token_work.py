@@ -99,7 +99,7 @@ class TokenWork:
         self.transport._watchdog = None  # GPUs have none
         found = mock.Mock(choose=lambda *_: (self.transport, ""), number_dispatcher=lambda ranks: 1)
         with (
-            mock.patch.object(dispatcher_module, "current_transports", lambda: found),
+            mock.patch.object(dispatcher_module, "transports_of", lambda *_: found),
             mock.patch.object(dispatcher_module, "why_not_backend", lambda *_: None),
         ):
             self.dispatcher = TokenDispatcher(

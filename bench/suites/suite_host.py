@@ -97,11 +97,12 @@ def alone_among(transports: Mapping[str | None, Any]) -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     found = mock.Mock(
-        choose=lambda ranks, device, requested: (transports[requested], "the only one"),
+        choose=lambda ranks, device, requested, groups: (transports[requested], "the only one"),
         machines=mock.Mock(find_topology=lambda ranks, device: None),
         rendezvous=Alone(),
     )
     call_module.current_transports = lambda: found
+    call_module.transports_of = lambda *_: found
     for module in (call_module, drop_in):
         module.why_not_backend = lambda *arguments: None  # type: ignore[attr-defined]
     torch.set_num_threads(1)

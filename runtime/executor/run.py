@@ -129,7 +129,7 @@ class ExclusiveCall:
             # Raise before anything is pushed: receive buffers that peers kept may be in use for something else. If only
             # one part of a hierarchical transport has failed, the peers of the other part are notified here.
             fail(transport, error)
-            raise error
+            raise type(error)(f"{error}; allowed after that: calls on process groups made since") from error
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         transport, lock = self.transport, self.lock

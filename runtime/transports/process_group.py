@@ -37,10 +37,7 @@ _ROUNDING = 2e-3  # seconds; gloo rounds timeouts down to milliseconds, so that 
 
 # Messages on gloo are matched by tags. Those of shardweave have this bit set; those of users are small numbers.
 _OURS = 1 << 30
-_CLOSED = (
-    "; this wait was ended by closing this rank's connections of gloo, so that torch's own calls on the same process "
-    "groups fail from now on; allowed: groups that are made after this error"
-)
+_CLOSED = "gloo's connections are closed by that, so torch's own calls on the same process groups fail as well"
 _NEVER_SENT = _OURS - 1
 _PROBE = _OURS - 2
 
@@ -254,7 +251,7 @@ class ProcessGroupTransport:
 
     def _explained(self, error: TransportError) -> TransportError:
         """An error that ended a wait, with what that has done to torch's own calls."""
-        return type(error)(f"{error}{_CLOSED}") if self._closed else error
+        return type(error)(f"{error}; {_CLOSED}") if self._closed and _CLOSED not in str(error) else error
 
     def _with_headers(self, request: AllToAll) -> Callable[[], None]:
         """An all-to-all on gloo, with a header before each message, because it has no tags."""

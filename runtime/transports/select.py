@@ -23,7 +23,7 @@ from ...errors import TransportError, UnsupportedError
 from ...planner import Topology
 from .. import flight_recorder
 from ..environment import pretended_node_size, requested_timeout, requested_transport
-from ..process_group_cache import forget_dead_groups, on_group_destroyed
+from ..process_group_cache import ProcessGroupCache, forget_dead_groups, on_group_destroyed
 from ..statistics import stats
 from .backend_limits import BACKENDS
 from .choose_transport import check_name, choose_transport, why_no_memory
@@ -74,7 +74,7 @@ class Transports:
             return transports is not None and transports._is_gone(rank)
 
         earlier = None if first is None else first.rendezvous
-        self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone, earlier)
+        self.rendezvous: Rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone, earlier)
         if first is None:
             flight_recorder.start(self.rank, self.size, self.rendezvous.texts.bounded)
         with self.rendezvous.starting():
@@ -211,7 +211,8 @@ class Transports:
         if self._after is None:
             return self._world()
         table: Any = dist.distributed_c10d._world.pg_group_ranks
-        numbered = sorted((g for g in list(table) if g.group_name.isdecimal()), key=lambda g: int(g.group_name))
+        known = [group for group in list(table) if isinstance(group, dist.ProcessGroup)]  # also stands for no group
+        numbered = sorted((g for g in known if g.group_name.isdecimal()), key=lambda g: int(g.group_name))
         for group in (*groups, *numbered):
             if set(ranks) <= set(table.get(group, ())) and self.has(group):
                 return GroupRanks.of(group, table[group], self.rank)
@@ -356,6 +357,17 @@ def transports_of(ranks: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> 
             between meshes of which none has all of its ranks names none.
     """
     first = current_transports()
+    key = tuple(ranks), tuple(groups)
+    transports = _found.get(key)
+    if transports is None:
+        transports = _found[key] = _find(first, key[0], key[1])
+    return transports
+
+
+_found: ProcessGroupCache[tuple[tuple[int, ...], tuple[dist.ProcessGroup, ...]], Transports] = ProcessGroupCache(2048)
+
+
+def _find(first: Transports, ranks: tuple[int, ...], groups: tuple[dist.ProcessGroup, ...]) -> Transports:
     table: Any = dist.distributed_c10d._world.pg_group_ranks  # without groups that were destroyed
     others = [group for group in groups if group != first.group and group in table]
     named = [GroupRanks.of(group, table[group], first.rank) for group in others]

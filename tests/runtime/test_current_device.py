@@ -142,8 +142,8 @@ def test_redistribution_of_plain_tensors(gpus: PretendedGpus, monkeypatch: pytes
 def test_choice_of_transport(gpus: PretendedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new transport pins memory and makes a stream."""
     noted = []
-    choose = SimpleNamespace(choose=lambda *_: noted.append(gpus.current) or (None, ""))
-    monkeypatch.setattr(calls, "current_transports", lambda: choose)
+    found = SimpleNamespace(choose=lambda *_: noted.append(gpus.current) or (None, ""))
+    monkeypatch.setattr(calls, "transports_of", lambda *_: found)
     monkeypatch.setattr(calls, "binding", nullcontext)  # that of a process group
     monkeypatch.setattr(calls, "_chosen", {})
     with gpus:

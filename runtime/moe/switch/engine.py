@@ -358,6 +358,7 @@ class SwitchEngine:
         if self._splits is None and self.device.type == "cuda" and not transfer.transport.one_sided:
             # Equal for rows of all sizes, since chunks are part of a record.
             largest = DispatchConfig(common.ranks, **settings, hidden=common.hidden, dtype=common.dtype)
+            assert common.nodes is not None
             chosen, _ = with_splits(largest, common.nodes)
             settings["splits"] = chosen.splits or "host"
         if settings["splits"] == "fixed" and layout == "flat":

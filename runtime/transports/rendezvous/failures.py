@@ -42,8 +42,8 @@ class Failures:
     """The failures of the ranks of a default process group.
 
     A rank that fails writes which process groups it has, before it raises. It takes part in making every group that it
-    is in, so its earlier failures are in the store when that group is there, and whichever rank reads them, and
-    whenever, finds the same ones before the group.
+    is in. Where ranks meet for that, as with gloo, its earlier failures are in the store when the group is there, so
+    that whichever rank reads them, and whenever, finds the same ones before the group.
     """
 
     def __init__(self, texts: StoreTexts, rank: int) -> None:

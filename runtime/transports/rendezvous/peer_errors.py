@@ -167,7 +167,7 @@ class PeerErrors:
         )
 
     def peer_gone(self, rank: int) -> PeerError | None:
-        """The error if a rank has failed, has left the process group before this rank's call, or is known to be gone."""
+        """The error if a rank has failed, has left the process group before this rank's call, or is gone."""
         if error := self.failed(rank) or self.left(rank):
             return error
         # A rank whose own wait has failed may have closed its connections before it writes so.
@@ -196,15 +196,19 @@ class PeerErrors:
         late = self.why_late(rank)
         if error := self.failed(rank) or self.left(rank):
             return error
-        return PeerError(
-            f"rank {rank} is gone; rank {self._rank} was waiting for it in {self.calls.current}{why}{late}"
-        )
+        return self._gone(rank, f"{why}{late}")
 
     def unreachable(self, rank: int) -> PeerError | None:
         """The error if the process of a rank is known to have ended, where the store cannot be asked for the reason."""
         if self._is_gone(rank):
-            return PeerError(f"rank {rank} is gone; rank {self._rank} was waiting for it in {self.calls.current}")
+            return self._gone(rank)
         return None
+
+    def _gone(self, rank: int, why: str = "") -> PeerError:
+        return PeerError(
+            f"rank {rank} is gone, or has left the process group; rank {self._rank} was waiting for it in "
+            f"{self.calls.current}{why}"
+        )
 
     def peer_status(self, peer: int) -> str:
         """The known state of a peer that this rank waits for, as text for a warning."""

@@ -91,7 +91,7 @@ def counts() -> tuple[dict[str, dict[str, Any]], list[str]]:
     from shardweave.runtime.moe import dispatcher as dispatcher_module
     from shardweave.runtime.moe.dispatcher import TokenDispatcher
     from shardweave.runtime.transports.hierarchical import HierarchicalSymmetricMemoryTransport
-    from shardweave.runtime.transports.process_group import ProcessGroupTransport
+    from shardweave.runtime.transports.process_group import GroupRanks, ProcessGroupTransport
 
     kernels_on_the_cpu()
     launched: Counter[str] = Counter()
@@ -99,12 +99,13 @@ def counts() -> tuple[dict[str, dict[str, Any]], list[str]]:
     transport = MirrorTransport(0, RANKS, TIMEOUT, Mirror(torch.device("cpu")), Alone())
     transport._watchdog = None  # GPUs have none
     alone_among({"symmetric_memory": transport})
-    messages = ProcessGroupTransport(0, RANKS, TIMEOUT, "nccl", Alone())
+    world = GroupRanks.of(dist.group.WORLD, range(RANKS), 0)
+    messages = ProcessGroupTransport(0, RANKS, TIMEOUT, "nccl", Alone(), world)
     between = HierarchicalSymmetricMemoryTransport(transport, messages, dict(enumerate(NODES)))
     dist.batch_isend_irecv = lambda operations: []  # nothing is sent, and everything has arrived
     found = mock.Mock(number_dispatcher=lambda ranks: 1)
     found.machines.nodes_of = lambda ranks: NODES
-    dispatcher_module.current_transports = lambda: found
+    dispatcher_module.transports_of = lambda *_: found
     dispatcher_module.why_not_backend = lambda *_: None
     x, ids, weights = torch.randn(T, H).bfloat16(), torch.randint(0, E, (T, K)), torch.rand(T, K)
     counted, wrong = {}, []

@@ -18,6 +18,16 @@ from shardweave.runtime.transports.shared_memory import transport
 pytestmark = pytest.mark.plan
 
 
+class OneBackend:
+    """A process group with one backend for all devices."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(name=lambda: self._name)
+
+
 @pytest.mark.parametrize(
     ("name", "device", "obstacle"),
     [
@@ -33,7 +43,7 @@ def test_backend_by_name_of_its_class(name: str, device: str, obstacle: str | No
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         transports = current_transports()
-        transports.group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: name))
+        transports.group = OneBackend(name)
         assert transports.why_not_backend(device, None) == obstacle
         if obstacle is None:
             chosen, _ = transports.choose((0, 1, 2, 3), torch.device(device), "process_group")
@@ -92,7 +102,7 @@ def test_memory_of_peers_is_refused_where_stores_may_be_reordered(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         transports, ranks = current_transports(), (0, 1, 2, 3)
-        transports.group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: "gloo"))
+        transports.group = OneBackend("gloo")
         chosen, reason = transports.choose(ranks, torch.device("cpu"), None)
         assert chosen.name == "process_group" and reason == why
         for name in ("shared_memory", "hierarchical", "symmetric_memory"):

@@ -8,6 +8,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,13 +65,25 @@ def test_pickle_in_the_store_is_refused(tmp_path: Path, protocol: int) -> None:
     here, there = (Rendezvous(store, rank, 5.0, lambda rank: False) for rank in (0, 1))
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda one: one.session((0, 1)), (here, there)))
-    for key in ("waiting/1", "refused/1", "session/0,1,2/1", "process/1", "machine/1", "failed/1"):
+    for key in (
+        "waiting/1",
+        "refused/1",
+        "session/0,1,2/1",
+        "process/1",
+        "machine/1",
+        "failed/1",
+        "left/1",
+        "failures/1",
+    ):
         store.set(key, sent)
     transport = object.__new__(SharedMemoryTransport)
     transport.rendezvous = here
     of_ranks = Machines(here, None)
     for read in (
         lambda: here.reports.waiting(1),
+        lambda: here.reports.failure(1),
+        lambda: here.reports.left(1),
+        lambda: here.failures.last_before((1,), [(mock.Mock(group_name="1"), (0, 1))]),
         lambda: here.errors.refusal(1),
         lambda: here.session((0, 1, 2)),
         lambda: transport._connect(1),
@@ -80,7 +93,6 @@ def test_pickle_in_the_store_is_refused(tmp_path: Path, protocol: int) -> None:
     ):
         with pytest.raises(TransportError, match=r"rank 1 wrote .* to the store; allowed: what this version"):
             read()
-    assert isinstance(here.reports.failure(1), str)  # any text is shown as it is
     assert not (tmp_path / "ran").exists()
     pickle.loads(sent)
     assert (tmp_path / "ran").exists()  # it would have run

@@ -137,7 +137,7 @@ def test_wait_without_a_store_ends_when_the_peer_is_gone(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(one.reports, "write_waiting", lost)
     looked(LongWait(one.errors), 2)
-    with pytest.raises(PeerError, match="rank 1 is gone; rank 0 was waiting for it in call 1 of .*: S0 to R"):
+    with pytest.raises(PeerError, match="rank 1 is gone, or .*; rank 0 was waiting for it in call 1 of .*: S0 to R"):
         looked(LongWait(one.errors), 2, 1)
 
 
