@@ -133,7 +133,7 @@ def combine_tokens(
     """TokenDispatcher.combine of all ranks in this process."""
     compiling = torch.compiler.is_compiling()
     if not compiling and dispatch_modes.count_dispatch_modes():
-        return _combine_under_modes(engine, values, routed, outs, adds, weighted, False)()
+        return start_combine(engine, values, routed, outs, adds, weighted, in_phases=False)()
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)
     given = given_outs(outs)
@@ -159,51 +159,38 @@ def start_combine(
     outs: Sequence[torch.Tensor | None],
     adds: Sequence[torch.Tensor | None],
     weighted: bool,
+    in_phases: bool = True,
 ) -> Callable[[], list[torch.Tensor]]:
-    """TokenDispatcher.combine_start of all ranks in this process; return a function that waits for the sums."""
-    if under_modes():
-        return _combine_under_modes(engine, values, routed, outs, adds, weighted, True)
+    """TokenDispatcher.combine_start of all ranks in this process; return a function that waits for the sums, below
+    dispatch modes. Under them the combine is one operator, and complete when this returns.
+
+    Args:
+        in_phases: False: peers combine in one phase; only under modes.
+    """
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)
     given = given_outs(outs)
-    note_written(given)
-    with torch.no_grad():
-        sums = given or engine._new_sums(records)
-        rows = [flat_rows(v, engine.config) for v in values]  # not of a batched dispatcher: as they are
-        wait = engine._start_combine(records, rows, sums, weights, adds)
+    wait: Callable[[], object] | None = None
+    if under_modes():
+        sums = operations.combine(engine, records, values, weights, adds, in_phases)
+        with below_modes(), torch.no_grad():
+            for out, total in zip(given, sums, strict=bool(given)):
+                out.copy_(total)
+    else:
+        note_written(given)
+        with torch.no_grad():
+            sums = given or engine._new_sums(records)
+            rows = [flat_rows(v, engine.config) for v in values]
+            wait = engine._start_combine(records, rows, sums, weights, adds)
     active_ranks = engine.config.active_ranks
 
     def finish() -> list[torch.Tensor]:
-        wait()
-        if given or not torch.is_grad_enabled():
-            return sums
-        _check_active_ranks(engine, active_ranks, "finish of a combine with gradients")
-        return _differentiable(engine, values, routed, weights, adds, sums)
-
-    return finish
-
-
-def _combine_under_modes(
-    engine: TokenEngine,
-    values: Sequence[torch.Tensor],
-    routed: Sequence[RoutedTokens],
-    outs: Sequence[torch.Tensor | None],
-    adds: Sequence[torch.Tensor | None],
-    weighted: bool,
-    started: bool,
-) -> Callable[[], list[torch.Tensor]]:
-    """`start_combine` as one operator, which is complete when this returns."""
-    weights = [r.topk_weights if weighted else None for r in routed]
-    given = given_outs(outs)
-    sums = operations.combine(engine, [r._record for r in routed], values, weights, adds, started)
-    with below_modes(), torch.no_grad():
-        for out, total in zip(given, sums, strict=bool(given)):
-            out.copy_(total)
-
-    def finish() -> list[torch.Tensor]:
-        if given or not torch.is_grad_enabled():
-            return given or sums
         with below_modes():
+            if wait is not None:
+                wait()
+            if given or not torch.is_grad_enabled():
+                return given or sums
+            _check_active_ranks(engine, active_ranks, "finish of a combine with gradients")
             return _differentiable(engine, values, routed, weights, adds, sums)
 
     return finish

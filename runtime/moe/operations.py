@@ -15,7 +15,7 @@ import torch
 from ..executor.dispatch_modes import as_operator_on_lists, below_modes, operator_on_lists, under_modes
 from .config import DispatchConfig, fill_value
 from .dispatch_record import DispatchRecord, Tokens, empty_record
-from .engine import Received, TokenEngine
+from .engine import Received, TokenEngine, in_memory
 from .packed_rows import ScaleBlocks
 from .transfer.base import TokenTransfer
 
@@ -42,6 +42,8 @@ def seen_by_modes(
     Args:
         like: the shape and dtype of what the all-to-all returns.
     """
+    with below_modes():
+        (tensors,) = in_memory(tensors)
     x = next(tensor for tensor in tensors if tensor is not None)
     ranks, (shape, dtype) = engine.config.ranks, like
     # Sizes that depend on values are not known here; these are equal ones, as torch has them by default.

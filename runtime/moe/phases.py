@@ -55,12 +55,7 @@ def start_combines(
     """Start a combine of all ranks in this process. `result`: what `finish` returns of theirs."""
     refuse_compiled("combine_start", "combine")
     wait = start_combine(engine, values, routed, outs, adds, weighted)
-
-    def finish() -> T:
-        with below_modes():
-            return result(wait())
-
-    return PendingTokens(engine.started, "combine", finish)
+    return PendingTokens(engine.started, "combine", lambda: result(wait()))
 
 
 def refuse_compiled(name: str, instead: str) -> None:

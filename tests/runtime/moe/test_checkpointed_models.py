@@ -65,7 +65,8 @@ class MoE(nn.Module):
         phases = self.kind == "phases"
         routed = d.dispatch_start(x, ids, weights).finish() if phases else d.dispatch(x, ids, weights)
         with routed.kept():
-            output = self.experts(routed.x, routed.offsets)
+            rows = routed.x if routed.scale is None else routed.dequantized()
+            output = self.experts(rows, routed.offsets)
         return d.combine_start(output, routed).finish() if phases else d.combine(output, routed)
 
 
@@ -152,16 +153,17 @@ def trained(kind: str, settings: dict[str, Any], policy: str | None) -> list[tor
 
 
 KINDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("one phase", {}, tuple(POLICIES)),
-    ("phases", {"save": "copy"}, ("as torchtitan", "nothing")),
+    ("one phase", {}, ("as torchtitan", "nothing", "matmuls")),
+    ("phases", {"save": "copy"}, ("as torchtitan",)),
     ("one phase", {"save": "redispatch"}, ("as torchtitan", "nothing")),
-    ("parallel", {}, ("as torchtitan", "nothing")),
+    ("one phase", {"quantize": "fp8_row"}, ("as torchtitan",)),
+    ("parallel", {}, ("as torchtitan",)),
     ("torchtitan", {}, ("as torchtitan", "nothing")),
 ]
 
 
-def checkpointed_model(rank: int) -> None:
-    for kind, settings, policies in KINDS:
+def checkpointed_model(rank: int, kinds: int) -> None:
+    for kind, settings, policies in KINDS[:kinds]:
         want = trained(kind, settings, None)
         for policy in policies:
             got = trained(kind, settings, policy)
@@ -172,11 +174,21 @@ def checkpointed_model(rank: int) -> None:
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("size", "transport"), [(2, "shared_memory"), (2, "process_group"), (4, "hierarchical")], ids=str
+    ("size", "transport", "kinds"),
+    [
+        (2, "shared_memory", len(KINDS)),
+        (2, "process_group", 2),
+        (4, "hierarchical", 2),
+        *(
+            pytest.param(size, transport, len(KINDS), marks=pytest.mark.long)
+            for size, transport in ((2, "process_group"), (4, "hierarchical"), (2, "symmetric_memory"))
+        ),
+    ],
+    ids=str,
 )
-def test_gradients_of_a_checkpointed_model_are_those_without(size: int, transport: str) -> None:
+def test_gradients_of_a_checkpointed_model_are_those_without(size: int, transport: str, kinds: int) -> None:
     environment = {"SHARDWEAVE_TRANSPORT": transport} | ({"SHARDWEAVE_NODE_SIZE": "2"} if size == 4 else {})
-    run_ranks(checkpointed_model, size, environment=environment, timeout=300)
+    run_ranks(checkpointed_model, size, kinds, environment=environment, timeout=300)
 
 
 class Log(TorchDispatchMode):

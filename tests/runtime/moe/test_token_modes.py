@@ -355,6 +355,21 @@ def test_policies_are_asked_for_an_all_to_all() -> None:
         assert not context.is_recompute and context.op_output.shape[1] == H
 
 
+def test_tensors_with_the_negative_bit() -> None:
+    """They are copied below modes."""
+    case = Case(COUNTS, settings_of("one-sided"))
+    given, n = case.given(), case.ranks
+    xs = [x.detach() for x in given[:n]]
+    routed = case.dispatcher.dispatch(xs, given[2 * n :], given[n : 2 * n])
+    want = case.dispatcher.combine([r.x for r in routed], routed, add=xs)
+    negative = [torch._neg_view(-x) for x in xs]
+    with Log() as log:
+        routed = case.dispatcher.dispatch(negative, given[2 * n :], given[n : 2 * n])
+        rows = [r.x for r in routed]
+        got = case.dispatcher.combine(rows, routed, add=negative)
+    assert same(got, want) and log.seen == OF_A_LAYER[:2]
+
+
 def test_flops_and_memory_are_counted_as_without_modes() -> None:
     case = Case(COUNTS, settings_of("one-sided"))
     with FlopCounterMode(display=False) as flops:
