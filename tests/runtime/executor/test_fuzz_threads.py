@@ -207,6 +207,11 @@ def lives_of_threads(rank: int, transport: str, first: int, count: int) -> int:
     os.environ["SHARDWEAVE_TRANSPORT"] = transport
     store, size, failed = dist.distributed_c10d._get_default_store(), dist.get_world_size(), True
     groups: list[Any] = []
+
+    def meet(what: str, seed: int) -> None:
+        store.set(f"{what}/{seed}/{rank}", "")
+        store.wait([f"{what}/{seed}/{other}" for other in range(size)])
+
     for seed in range(first, first + count):
         random = Random(f"life {seed}")
         recovers = NEW_GROUP_RECOVERS and failed and seed > first and random.random() < 0.5
@@ -226,12 +231,11 @@ def lives_of_threads(rank: int, transport: str, first: int, count: int) -> int:
         assert life.end_calls(), f"seed {seed}, rank {rank}: a call of the module is wrong"
         failed = random.random() < 0.3
         if failed:
+            meet("right", seed)  # on symmetric memory a failure also ends a call that a peer has not finished
             outcomes = different_orders(life)
             assert "wrong" not in outcomes, f"seed {seed}, rank {rank}: {outcomes}"
         life.end_threads()
-        # All ranks end before any continues, so that connections that close are those of this life.
-        store.set(f"ended/{seed}/{rank}", "")
-        store.wait([f"ended/{seed}/{other}" for other in range(size)])
+        meet("ended", seed)  # connections that close are those of this life
     return count
 
 
