@@ -167,12 +167,13 @@ class SideStreamRun(AsyncRun):
     """A run that is enqueued on a stream of its own, for whose end `join` makes the current stream wait."""
 
     def __init__(self, transport: AnyTransport, join: Callable[[torch.Tensor | None], None]) -> None:
-        self._any_transport = transport
+        self._any_transport: AnyTransport | None = transport
         self._lock, self._join_side = transport.rendezvous.lock, join
 
     def _finish(self) -> None:
-        if self._any_transport.pending is self:
-            self._any_transport.pending = None
+        transport, self._any_transport = self._any_transport, None
+        if transport is not None and transport.pending is self:
+            transport.pending = None
             self._join_side(None)
 
     def _join(self, output: torch.Tensor) -> None:

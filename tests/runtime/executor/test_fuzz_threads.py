@@ -95,7 +95,7 @@ class ThreadedLife(Life):
             world = DeviceMesh.from_group(self.group, "cpu", list(range(size)))
             self.meshes = []
         self.meshes[:1] = [world]
-        self.make_groups(least=int(recovers))
+        self.make_groups(recovers)
         self.dispatcher = shardweave.TokenDispatcher(
             world, num_experts=EXPERTS, top_k=K, hidden=HIDDEN, max_tokens=MOST, dtype=torch.float32,
             transport=transport,
@@ -105,10 +105,12 @@ class ThreadedLife(Life):
         )
         self.module = parallelize_module(Experts(), world, style)
 
-    def make_groups(self, least: int) -> None:
-        """Groups of the same ranks as earlier ones, or overlapping ones, and meshes of them."""
-        for _ in range(self.random.randint(least, 2)):
-            ranks = sorted(self.random.sample(range(self.size), self.random.randint(2, self.size)))
+    def make_groups(self, of_all: bool) -> None:
+        """Groups of the same ranks as earlier ones, or overlapping ones, and meshes of them; `of_all`: of all ranks."""
+        for _ in range(self.random.randint(int(of_all), 2)):
+            # On a rank outside its group a mesh has no group but the default one.
+            number = self.size if of_all else self.random.randint(2, self.size)
+            ranks = sorted(self.random.sample(range(self.size), number))
             self.groups.append(dist.new_group(ranks))
             if self.rank in ranks:
                 self.meshes.append(DeviceMesh.from_group(self.groups[-1], "cpu", ranks))
@@ -207,10 +209,16 @@ def lives_of_threads(rank: int, transport: str, first: int, count: int) -> int:
     os.environ["SHARDWEAVE_TRANSPORT"] = transport
     store, size, failed = dist.distributed_c10d._get_default_store(), dist.get_world_size(), True
     groups: list[Any] = []
+
+    def meet(what: str, seed: int) -> None:
+        store.set(f"{what}/{seed}/{rank}", "")
+        store.wait([f"{what}/{seed}/{other}" for other in range(size)])
+
     for seed in range(first, first + count):
         random = Random(f"life {seed}")
         recovers = NEW_GROUP_RECOVERS and failed and seed > first and random.random() < 0.5
         if not recovers and (failed or random.random() < 0.5):
+            failed = False
             dist.destroy_process_group()
             prefixed = dist.PrefixStore(f"life/{seed}", store)
             dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=60))
@@ -224,14 +232,13 @@ def lives_of_threads(rank: int, transport: str, first: int, count: int) -> int:
             name, right = life.step()
             assert right, f"seed {seed}, rank {rank}: {name}, call {number}, is wrong"
         assert life.end_calls(), f"seed {seed}, rank {rank}: a call of the module is wrong"
-        failed = random.random() < 0.3
-        if failed:
+        if random.random() < 0.3:
+            failed = True  # until the default group is another one
+            meet("right", seed)  # on symmetric memory a failure also ends a call that a peer has not finished
             outcomes = different_orders(life)
             assert "wrong" not in outcomes, f"seed {seed}, rank {rank}: {outcomes}"
         life.end_threads()
-        # All ranks end before any continues, so that connections that close are those of this life.
-        store.set(f"ended/{seed}/{rank}", "")
-        store.wait([f"ended/{seed}/{other}" for other in range(size)])
+        meet("ended", seed)  # connections that close are those of this life
     return count
 
 
