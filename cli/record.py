@@ -42,11 +42,11 @@ def run(
     else:
         sys.path.insert(0, str(Path(script).absolute().parent))
     check_writable("--out", out)
-    sys.argv = [script, *arguments]
     if install_with is not None:
         install(**install_with)
     if fsdp:
         adapt_fsdp_when_first_used()
+    sys.argv = [script, *arguments]
     recording: Recording | None = None
     try:
         with record(out) as recording:

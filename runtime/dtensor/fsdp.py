@@ -168,6 +168,7 @@ def adapt_fsdp_when_first_used() -> None:
             _check_group(str(group), group, lambda parameter: parameter._param_fqn or parameter._module_info.param_name)
             _adapt_group(group)
             adapted.add(group)
+            publish_settings()
 
     FSDPParamGroup.lazy_init = lazy_init  # type: ignore[method-assign]
 

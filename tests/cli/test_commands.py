@@ -266,8 +266,9 @@ NINES = "9" * 5000
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
 )
 def test_invalid_arguments_print_short_errors(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which `record` adds the folder of the program
     try:
         assert command_line.main(arguments) == 2
     except SystemExit as end:
