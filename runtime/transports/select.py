@@ -313,7 +313,7 @@ settings["SHARDWEAVE_NODE_SIZE"] = _from_environment("SHARDWEAVE_NODE_SIZE")
 
 
 _transports: dict[int, Transports] = {}
-"""Of the current default process group, if any: at 0, and at the number of each failure after which others were made."""
+"""Of the current default process group, if any: at 0; and at the number of a failure, those made after it."""
 _creating = threading.Lock()
 
 
