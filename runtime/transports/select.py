@@ -74,7 +74,7 @@ class Transports:
             return transports is not None and transports._is_gone(rank)
 
         earlier = None if first is None else first.rendezvous
-        self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone, earlier)
+        self.rendezvous: Rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone, earlier)
         if first is None:
             flight_recorder.start(self.rank, self.size, self.rendezvous.texts.bounded)
         self.machines = Machines(self.rendezvous, self._node_size)

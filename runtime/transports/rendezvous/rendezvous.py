@@ -62,11 +62,11 @@ class Rendezvous:
         self.rank, self.timeout = rank, timeout
         self.calls = calls = Calls(rank)
         self.texts = StoreTexts(store, timeout)
-        self.failures = Failures(self.texts, rank) if first is None else first.failures
+        self.failures: Failures = Failures(self.texts, rank) if first is None else first.failures
         self.reports = PeerReports(calls, self.texts, timeout, self.failures)
         self.errors = PeerErrors(calls, self.reports, timeout, is_gone)
         self.sessions: set[str] = set()
-        self.lock = CallLock(rank, timeout, lambda: calls.current) if first is None else first.lock
+        self.lock: CallLock = CallLock(rank, timeout, lambda: calls.current) if first is None else first.lock
         self.lock.current_call = lambda: calls.current  # the latest are those that are in use
 
     @cached_property
