@@ -315,7 +315,7 @@ settings["SHARDWEAVE_NODE_SIZE"] = _from_environment("SHARDWEAVE_NODE_SIZE")
 
 
 _transports: dict[int, Transports] = {}
-"""Of the current default process group, if any: at 0, and at the number of each failure that others were made after."""
+"""Of the current default process group, if any: at 0; and at the number of a failure, those made after it."""
 _creating = threading.Lock()
 
 

@@ -167,7 +167,7 @@ class PeerErrors:
         )
 
     def peer_gone(self, rank: int) -> PeerError | None:
-        """The error if a rank has failed, has left the process group before this rank's call, or is gone."""
+        """The error if a rank has failed, has left the process group before the call, or is known to be gone."""
         if error := self.failed(rank) or self.left(rank):
             return error
         # A rank whose own wait has failed may have closed its connections before it writes so.

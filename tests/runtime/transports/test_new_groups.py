@@ -83,7 +83,8 @@ def come_late(mesh: DeviceMesh) -> None:
     if dist.get_rank() == 1:
         time.sleep(5)
     with pytest.raises(shardweave.TransportError):
-        shardweave.redistribute(x, [Replicate()])
+        for _ in range(3):  # the first one may find what the others have sent
+            shardweave.redistribute(x, [Replicate()])
 
 
 def dispatch(group: dist.ProcessGroup) -> None:
@@ -130,7 +131,7 @@ def test_new_groups_work_after_a_failure(transport: str, fail: Callable[[DeviceM
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-@pytest.mark.parametrize("fail", [refuse_on_one, come_late])
+@pytest.mark.parametrize("fail", [refuse_on_one, pytest.param(come_late, marks=pytest.mark.long)])
 def test_new_groups_work_after_refusals_and_timeouts(transport: str, fail: Callable[[DeviceMesh], None]) -> None:
     run_ranks(go_on, 4, fail, environment=environment_of(transport, 4 if fail is come_late else 20))
 
@@ -162,9 +163,7 @@ def mesh_without_a_group(rank: int) -> None:
     mesh = init_device_mesh("cpu", (4,))
     disagree(mesh)
     x = sharded(init_device_mesh("cpu", (2, 2)))
-    with pytest.raises(
-        shardweave.UnsupportedError, match=r"no process group .* made since has all .*dist.new_group\(\)"
-    ):
+    with pytest.raises(shardweave.UnsupportedError, match=r"no process group .* since has all .*new_group\(\)"):
         shardweave.redistribute(x, [Replicate()] * 2)
     with shardweave.installed():  # torch's own collectives are along the dims, whose groups are new
         assert x.redistribute(placements=[Replicate()] * 2).to_local().equal(WHOLE)
@@ -208,7 +207,7 @@ def leave(rank: int, inside: bool, keep: bool) -> str:
     if rank == 1:
         time.sleep(0.6 if inside else 0)
         dist.destroy_process_group()
-        time.sleep(4)  # it lives on
+        time.sleep(2)  # it lives on
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return ""
     time.sleep(0 if inside else 0.6)
@@ -219,11 +218,14 @@ def leave(rank: int, inside: bool, keep: bool) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "before"])
-def test_rank_that_leaves_is_named(transport: str, inside: bool) -> None:
-    """Whether or not something holds the process group, and with it its connections, is the same."""
-    texts = run_ranks(leave, 4, inside, inside, environment=environment_of(transport, 40))
+@pytest.mark.parametrize(
+    ("transport", "inside", "keep"),
+    [(transport, True, True) for transport in TRANSPORTS]
+    + [("shared_memory", False, False), ("process_group", False, True), ("process_group", True, False)],
+)
+def test_rank_that_leaves_is_named(transport: str, inside: bool, keep: bool) -> None:
+    """Whether something holds the process group, and with it its connections, or not."""
+    texts = run_ranks(leave, 4, inside, keep, environment=environment_of(transport, 40))
     assert all("rank 1 has left the process group (destroy_process_group)" in texts[r] for r in (0, 2, 3)), texts
 
 
@@ -232,7 +234,7 @@ def leave_with_a_pending_call(rank: int) -> None:
     check(mesh)
     y = shardweave.redistribute(sharded(mesh), [Replicate()], async_op=True)
     if rank == 0:
-        time.sleep(1)  # the other has left by now
+        time.sleep(0.4)  # the other has left by now
         assert y.to_local().equal(WHOLE)
 
 
@@ -253,7 +255,7 @@ def test_rank_that_leaves_after_its_last_call_does_not_fail_others(transport: st
 def leave_at_once(rank: int, last: Callable[[int], None]) -> None:
     last(rank)
     dist.destroy_process_group()
-    time.sleep(1.5)
+    time.sleep(0.8)  # it lives on
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -65,17 +65,8 @@ def test_pickle_in_the_store_is_refused(tmp_path: Path, protocol: int) -> None:
     here, there = (Rendezvous(store, rank, 5.0, lambda rank: False) for rank in (0, 1))
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda one: one.session((0, 1)), (here, there)))
-    for key in (
-        "waiting/1",
-        "refused/1",
-        "session/0,1,2/1",
-        "process/1",
-        "machine/1",
-        "failed/1",
-        "left/1",
-        "failures/1",
-    ):
-        store.set(key, sent)
+    for kind in ("waiting", "refused", "failed", "left", "failures", "session/0,1,2", "process", "machine"):
+        store.set(f"{kind}/1", sent)
     transport = object.__new__(SharedMemoryTransport)
     transport.rendezvous = here
     of_ranks = Machines(here, None)
