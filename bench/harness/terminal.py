@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -15,11 +14,9 @@ _PLAIN_WIDTH = 170  # columns, of a file or a pipe
 _LEAST_WIDTH = 150  # columns, of a table; with fewer its texts would be folded to a few characters
 
 
-def console_of_tables(stderr: bool = False) -> Console:
-    """A console on stdout or stderr: as wide as the terminal, or as `COLUMNS` says; 170 columns in a file or a pipe."""
-    stream = sys.stderr if stderr else sys.stdout
-    is_known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(stderr=stderr, width=None if is_known else _PLAIN_WIDTH, highlight=False)
+def console_of_tables() -> Console:
+    """A console on stdout, as wide as the terminal."""
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
 
 
 def print_rows(

@@ -18,6 +18,15 @@ from warm_python import run_python
 import shardweave
 from shardweave.__main__ import main
 
+TERMINAL = {"TERM": "xterm", "NO_COLOR": "1"}
+IN_A_TERMINAL = """
+import sys
+
+sys.stdout.isatty = lambda: True
+from shardweave.__main__ import main
+
+sys.exit(main(sys.argv[1:]))
+"""
 SHARDWEAVE = [sys.executable, "-m", "shardweave"]
 
 
@@ -65,20 +74,25 @@ def test_invalid_option_exits_with_2(options: tuple[str, ...], text: str, capsys
 
 @pytest.mark.multi
 def test_demo_removes_named_segments() -> None:
-    environment = {**os.environ, "SHARDWEAVE_SEGMENTS": "named"}
-    done = run_python([*SHARDWEAVE, "demo", "--only", "order/swap"], env=environment, timeout=300)
+    environment = {**os.environ, "SHARDWEAVE_SEGMENTS": "named", **TERMINAL, "COLUMNS": "80"}
+    done = run_python(
+        [sys.executable, "-c", IN_A_TERMINAL, "demo", "--only", "order/swap"], env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "│" in done.stdout and not segments_of_the_dead()
+    assert not segments_of_the_dead()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rstrip() for line in done.stdout.splitlines()]
+    # One block for each transport, and no table.
+    assert sum(line.startswith("case               order/swap") for line in lines) == 2
+    assert lines.count("layouts            S0 S1 → S1 S0") == 2 and "│" not in done.stdout
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_demo_results_are_correct(ranks: int, tmp_path: Path) -> None:
     report = tmp_path / "demo.json"
-    arguments = ["demo", "--ranks", str(ranks), "--only", "llama/wq", "--json", str(report)]
-    done = run_python([*SHARDWEAVE, *arguments], env={**os.environ, "COLUMNS": "80"}, timeout=300)
+    done = _run("demo", "--ranks", str(ranks), "--only", "llama/wq", "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "│" not in done.stdout and done.stdout.count("\ncase               llama/wq") == 4
+    assert done.stdout.count("│ S0 S0 → R S0 │") == 2  # a table
     found = json.loads(report.read_text())
     assert found["command"].startswith("python -m shardweave demo --ranks") and found["machine"]["cpu"] in done.stdout
     assert f"`{found['command']}`, {found['date']}.\n" in done.stdout

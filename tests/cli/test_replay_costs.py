@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 import shardweave
 from shardweave import Layout, Link, Topology
+from shardweave.__main__ import main
 from shardweave.bench.planning.projection import stock_received, stock_us
 from shardweave.bench.workloads.record_workloads import RECORDED, WORKLOADS
 from shardweave.bench.workloads.trace_cases import distinct
@@ -141,3 +145,25 @@ def test_options_that_exclude_topology(tmp_path: Path) -> None:
             replay.run([trace], options)
     with pytest.raises(ArgumentError, match="--scaled: --topology is given"):
         replay.run([trace], Options(scaled=True, topology=shardweave.NVLINK_NODE))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120, 160])
+def test_replay_in_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each case is a row of a table, or under 150 columns a block of a few lines."""
+    for name, value in {"COLUMNS": str(columns), "TERM": "xterm", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert main(["replay", str(RECORDED / "solver.json"), "--most", "5"]) == 0
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in terminal.getvalue().splitlines()]
+    assert max(map(len, lines)) <= columns
+    end = next(number for number, line in enumerate(lines) if line.startswith("All calls of a rank"))
+    if columns < 150:
+        assert not any("│" in line for line in lines) and end < 5 * 10
+        assert sum(line.startswith("layouts  ") and " → " in line for line in lines) == 5
+    else:
+        assert sum(" → " in line and "│" in line for line in lines) == 5 and end < 5 * 6

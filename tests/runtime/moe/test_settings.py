@@ -6,12 +6,14 @@ import ast
 import dataclasses
 import hashlib
 import inspect
+import typing
 
 import numpy as np
 import pytest
 import torch
 from moe_reference import tokens_of
 
+import shardweave
 from shardweave.errors import ArgumentError
 from shardweave.kernels import RowLaunch
 from shardweave.runtime.moe import config as config_module
@@ -295,3 +297,45 @@ def test_config_is_stable_under_replace() -> None:
         config = one(**given)
         assert dataclasses.replace(config) == config
         assert dataclasses.replace(config).fingerprint(3) == config.fingerprint(3)
+
+
+NAMED = {
+    "transport": ("shared_memory", "process_group", "hierarchical", "symmetric_memory"),
+    "reduction": ("ordered", "fast"),
+    "overflow": ("raise", "drop"),
+    "layout": ("grouped", "batched"),
+    "save": ("buffer", "redispatch", "copy"),
+    "splits": ("host", "fixed"),
+    "quantize": ("fp8_row", "fp8_128", "mxfp8"),
+    "quantize_output": ("fp8_row", "fp8_128", "mxfp8"),
+    "scale_layout": ("blocked",),
+    "topology": ("nvlink", "nvlink-infiniband"),
+}
+
+
+def names_in(hint: object) -> tuple[str, ...]:
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    return tuple(name for part in typing.get_args(hint) for name in names_in(part))
+
+
+@pytest.mark.plan
+def test_options_with_names_are_literals() -> None:
+    """Type checkers know the names that a function takes."""
+    public = [getattr(shardweave, name) for name in shardweave.__all__ if name != "TorchtitanDispatcher"]
+    hints = [
+        (name, hint, vars(config_module))
+        for name, hint in ((field.name, field.type) for field in dataclasses.fields(DispatchConfig))
+    ]
+    for one_of in public:
+        if callable(one_of) and not dataclasses.is_dataclass(one_of):
+            function = inspect.unwrap(one_of.__init__ if inspect.isclass(one_of) else one_of)
+            annotations = getattr(function, "__annotations__", {})
+            hints += [(name, hint, function.__globals__) for name, hint in annotations.items()]
+    found = {name: [names_in(eval(hint, names)) for n, hint, names in hints if n == name] for name in NAMED}
+    assert len(found["transport"]) > 5
+    for name, allowed in NAMED.items():
+        assert found[name] and set(found[name]) == {allowed}, name
+        if name in {field.name for field in dataclasses.fields(DispatchConfig)}:
+            with pytest.raises(ArgumentError, match=f"^{name}: 'other'.*'{allowed[-1]}'"):
+                one(**{name: "other"})
