@@ -34,8 +34,6 @@ import shardweave
 
 pytestmark = pytest.mark.multi
 
-NEW_GROUP_RECOVERS = False
-"""Whether `dist.new_group` after a failed call is tested, or only a default group that is initialised again."""
 EXPERTS, K, HIDDEN, MOST = 5, 2, 8, 9
 
 
@@ -216,7 +214,7 @@ def lives_of_threads(rank: int, transport: str, first: int, count: int) -> int:
 
     for seed in range(first, first + count):
         random = Random(f"life {seed}")
-        recovers = NEW_GROUP_RECOVERS and failed and seed > first and random.random() < 0.5
+        recovers = failed and seed > first and random.random() < 0.5
         if not recovers and (failed or random.random() < 0.5):
             failed = False
             dist.destroy_process_group()
