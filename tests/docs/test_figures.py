@@ -122,6 +122,8 @@ def test_training_figures() -> None:
     (theirs,), (ours,) = (re.findall(rf" {side} +(\d+) ms", text("bench/results/training.md"))
                           for side in ("torch", "shardweave"))  # fmt: skip
     assert "are equal to the bit" in text("bench/results/training.md")
+    pattern = r"takes (\d+) ms in place of (\d+), a ratio of \*\*([\d.]+)\*\*"
+    hold("README.md", pattern, "training.md", [int(ours), int(theirs), round(int(theirs) / int(ours), 1)])
     assert f"losses equal to the bit, a step in {ours} ms where stock takes {theirs} ms" in text("docs/benchmarking.md")
 
 
