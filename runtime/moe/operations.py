@@ -42,14 +42,13 @@ def seen_by_modes(
     Args:
         like: the shape and dtype of what the all-to-all returns.
     """
+    ranks, (shape, dtype) = engine.config.ranks, like
     with below_modes():
         (tensors,) = in_memory(tensors)
-    x = next(tensor for tensor in tensors if tensor is not None)
-    ranks, (shape, dtype) = engine.config.ranks, like
+        x = next(tensor for tensor in tensors if tensor is not None)
+        stand_in = x.new_empty((1,) * len(shape), dtype=dtype).expand(shape)
     # Sizes that depend on values are not known here; these are equal ones, as torch has them by default.
     sizes = [len(x) // ranks] * ranks
-    with below_modes():
-        stand_in = x.new_empty((1,) * len(shape), dtype=dtype).expand(shape)
     collective = _c10d.all_to_all_single.default, x, sizes, sizes, engine.group_name
     return as_operator_on_lists(operator, run, fake, tensors, collective, stand_in)
 
@@ -82,8 +81,8 @@ def dispatch(engine: TokenEngine, tokens: Sequence[Tokens], started: bool = Fals
     def flat(arrived: Sequence[Arrived]) -> Tensors:
         return [tensor for payloads, record in arrived for tensor in (*payloads, *record.tensors())]
 
-    given = [tensor for item in tokens for tensor in item]
-    results = seen_by_modes(DISPATCH, engine, run, fake, given, ((config.rows, config.hidden), config.dtype))
+    given, (elements, dtype) = [tensor for item in tokens for tensor in item], config.dispatched
+    results = seen_by_modes(DISPATCH, engine, run, fake, given, ((config.rows, elements), dtype))
     each, payloads = len(results) // n, 1 if config.packed is None else len(config.packed.dtypes)
     parts = [results[i : i + each] for i in range(0, len(results), each)]
     return [(part[:payloads], DispatchRecord.of(part[payloads:])) for part in parts]

@@ -295,9 +295,9 @@ class TokenSwitch(_token_switch.TokenSwitch):
         if under_modes():
             dispatched = _dispatched(self._engine, self._checked(routing), tokens, topk_weights, len(out_tokens))
             with below_modes(), torch.no_grad():
-                for given, received in zip(outs, dispatched, strict=False):  # ids in the flat layout only
-                    if given is not None:
-                        given.copy_(received)
+                for memory, values in zip(outs, dispatched, strict=False):  # ids in the flat layout only
+                    if memory is not None:
+                        memory.copy_(values)
             return
         with torch.no_grad():
             memory = out_tokens[: self._max_recv_tokens_per_rank]
