@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,8 +26,8 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor as 
 NAMES = "Moved", "redistribute_local_tensor", "moved"
 
 
-def loaded(name: str, text: str = IMPORTS, module_type: type[ModuleType] = ModuleType) -> Any:
-    module = sys.modules[name] = module_type(name)
+def loaded(name: str, text: str = IMPORTS) -> Any:
+    module = sys.modules[name] = ModuleType(name)
     exec(text, vars(module))
     return module
 
@@ -37,11 +37,14 @@ def bound(module: ModuleType) -> list[Any]:
 
 
 @pytest.fixture
-def loaded_here() -> Iterator[Callable[..., Any]]:
-    before = set(sys.modules)
-    yield loaded
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+def loaded_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """As `loaded`, until the end of the test."""
+
+    def load(name: str, text: str = IMPORTS) -> Any:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        return loaded(name, text)
+
+    return load
 
 
 def gathered(module: Any, mesh: DeviceMesh, rank: int) -> int:
@@ -125,15 +128,16 @@ def test_shardweaves_own_function_is_kept(loaded_here: Callable[..., Any]) -> No
 
 
 @pytest.mark.plan
-def test_attributes_of_modules_are_not_read(loaded_here: Callable[..., Any]) -> None:
+def test_attributes_of_modules_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     class ImportsOnUse(ModuleType):
         def __getattribute__(self, name: str) -> Any:
             raise AssertionError(f"{name} is read")
 
-    module = sys.modules["imports_on_use"] = ImportsOnUse("imports_on_use")
+    module = ImportsOnUse("imports_on_use")
+    monkeypatch.setitem(sys.modules, "imports_on_use", module)
     namespace = ModuleType.__dict__["__dict__"].__get__(module)
     torchs = namespace["moved"] = torch_redistribute.redistribute_local_tensor
-    sys.modules["not_a_module"] = {"moved": torchs}  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "not_a_module", {"moved": torchs})
     with shardweave.installed():
         assert namespace["moved"] is torch_redistribute.redistribute_local_tensor is not torchs
     assert namespace["moved"] is torchs

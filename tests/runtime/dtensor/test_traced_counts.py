@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import shardweave
 
-pytestmark = pytest.mark.plan
+pytestmark = pytest.mark.multi
 TRACED = "torch.compile is tracing"
 R, S0 = (Replicate(),), (Shard(0),)
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield init_device_mesh("cpu", (4,))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def torch_as_it_was() -> Iterator[None]:
-    yield
-    shardweave.uninstall()
-    torch._dynamo.reset()
+def sharded(requires_grad: bool = False, mesh: DeviceMesh | None = None) -> DTensor:
+    mesh = mesh or init_device_mesh("cpu", (2,))
+    return distribute_tensor(torch.randn(8, 4), mesh, S0, src_data_rank=None).requires_grad_(requires_grad)
 
 
 def traced(function: Any, *inputs: Any, backward: bool = False, times: int = 1) -> int:
@@ -48,7 +38,7 @@ def traced(function: Any, *inputs: Any, backward: bool = False, times: int = 1) 
     return shardweave.stats().delegations[TRACED] - before
 
 
-def there_and_back(x: DTensor, times: int = 3) -> DTensor:
+def there_and_back(x: DTensor, times: int = 2) -> DTensor:
     for _ in range(times):
         x = x.redistribute(placements=R).sin().redistribute(placements=S0)
     return x
@@ -64,38 +54,43 @@ def recomputed(x: DTensor) -> DTensor:
     return checkpoint(lambda y: there_and_back(y, 1), x, use_reentrant=False)
 
 
-def test_each_redistribution_of_a_graph_is_counted_once(mesh: DeviceMesh) -> None:
+def counted_once(rank: int) -> None:
     shardweave.install()
-    x = distribute_tensor(torch.randn(8, 4), mesh, S0, src_data_rank=None)
-    w = distribute_tensor(torch.randn(8, 4), mesh, S0, src_data_rank=None).requires_grad_()
-    assert traced(there_and_back, x, times=2) == 6
-    assert traced(there_and_back, w, backward=True, times=2) == 12
-    assert traced(lambda a, b: (a + b.redistribute(placements=R)).sin(), x, w, backward=True) == 2  # one implicit
+    x = sharded()
+    w = sharded(requires_grad=True, mesh=x.device_mesh)
+    assert traced(there_and_back, x, times=2) == 4
+    assert traced(there_and_back, w, backward=True, times=2) == 8
+    assert traced(lambda a, b: (a + b.redistribute(placements=R)).sin(), x, w, backward=True) == 2  # one is implicit
     assert traced(broken, w, backward=True) == 4
     assert traced(recomputed, w, backward=True) == 4
+    assert set(shardweave.stats().delegations) == {TRACED}
 
 
-def test_reset_keeps_what_is_in_graphs(mesh: DeviceMesh) -> None:
-    shardweave.install()
-    stats = shardweave.stats()
-    x = distribute_tensor(torch.randn(8, 4), mesh, S0, src_data_rank=None)
+def test_each_redistribution_of_a_graph_is_counted_once() -> None:
+    run_ranks(counted_once, 2)
+
+
+def reset_in_between(rank: int) -> None:
+    stats, x = shardweave.stats(), sharded()
+    shardweave.install(min_bytes=1 << 20)
     compiled = torch.compile(there_and_back, backend="aot_eager")
-    before = stats.delegations[TRACED]
     compiled(x)
     x.redistribute(placements=R)
-    assert stats.delegations["process group backend 'fake'"]
+    assert stats.delegations == {TRACED: 4, "smaller than install(min_bytes=)": 1}
     for _ in range(2):
         stats.reset()
         compiled(x)
-        assert stats.delegations == {TRACED: before + 6}
-        assert "torch.compile is tracing" in str(stats)
+        assert stats.delegations == {TRACED: 4} and "    4  torch.compile is tracing" in str(stats)
     assert traced(broken, x) == 2  # counted on
     stats.reset()
-    assert stats.delegations == {TRACED: before + 8}
+    assert stats.delegations == {TRACED: 6}
 
 
-@pytest.mark.parametrize("installed", [False, True])
-def test_own_function_with_graph_breaks(mesh: DeviceMesh, installed: bool) -> None:
+def test_reset_keeps_what_is_in_graphs() -> None:
+    run_ranks(reset_in_between, 2)
+
+
+def own_function(rank: int, installed: bool) -> None:
     def function(x: DTensor) -> DTensor:
         y = shardweave.redistribute(x, R, reduction="ordered").sin()
         torch._dynamo.graph_break()
@@ -103,17 +98,18 @@ def test_own_function_with_graph_breaks(mesh: DeviceMesh, installed: bool) -> No
 
     if installed:
         shardweave.install()
-    ignored = shardweave.stats().ignored
-    before = ignored["reduction"]
-    assert traced(function, distribute_tensor(torch.randn(8, 4), mesh, S0, src_data_rank=None)) == 2
-    assert ignored["reduction"] == before + 1
+    assert traced(function, sharded()) == 2
+    assert shardweave.stats().ignored == {"reduction": 1}
     shardweave.stats().reset()
-    assert ignored["reduction"] == before + 1
+    assert shardweave.stats().ignored == {"reduction": 1}
 
 
-@pytest.mark.skipif(find_spec("spmd_types") is None, reason="spmd_types is not installed")
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, to spmd_types
-def test_collectives_of_spmd_types(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("installed", [False, True])
+def test_own_function_with_graph_breaks(installed: bool) -> None:
+    run_ranks(own_function, 2, installed)
+
+
+def of_spmd_types(rank: int) -> None:
     import spmd_types as spmd
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -122,11 +118,17 @@ def test_collectives_of_spmd_types(mesh: DeviceMesh) -> None:
 
     shardweave.install(spmd_types=True)
     assert traced(function, torch.randn(4, 3)) == 2
+    assert not shardweave.stats().calls  # without a graph break shardweave has no part in the call
+
+
+@pytest.mark.skipif(find_spec("spmd_types") is None, reason="spmd_types is not installed")
+def test_collectives_of_spmd_types() -> None:
+    run_ranks(of_spmd_types, 2)
 
 
 CACHED = """
 import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardweave
