@@ -562,7 +562,7 @@ def test_missing_rank_is_named_and_invalidates_transport(direction: str) -> None
     ends = run_ranks(stays_away, 3, direction, environment={"SHARDWEAVE_TIMEOUT": "1"})
     for rank in (0, 2):
         first, second = ends[rank]
-        assert first == second and f"rank {rank} was waiting" in first and "of ranks (0, 1, 2)" in first
+        assert second.startswith(first) and f"rank {rank} was waiting" in first and "of ranks (0, 1, 2)" in first
         # Rank 2 may be notified by rank 0 before its own wait times out, or vice versa.
         assert "MeetingTimeoutError: rank 1 did not arrive within 1 s" in first or "PeerError: rank" in first
     assert any(text.startswith("MeetingTimeoutError: rank 1") for text in (ends[0][0], ends[2][0]))
