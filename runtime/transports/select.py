@@ -210,7 +210,8 @@ class Transports:
         """
         if self._after is None:
             return self._world()
-        table: Any = dist.distributed_c10d._world.pg_group_ranks
+        c10d: Any = dist.distributed_c10d
+        table = c10d._world.pg_group_ranks
         known = [group for group in list(table) if isinstance(group, dist.ProcessGroup)]  # also stands for no group
         numbered = sorted((g for g in known if g.group_name.isdecimal()), key=lambda g: int(g.group_name))
         for group in (*groups, *numbered):
@@ -368,7 +369,8 @@ _found: ProcessGroupCache[tuple[tuple[int, ...], tuple[dist.ProcessGroup, ...]],
 
 
 def _find(first: Transports, ranks: tuple[int, ...], groups: tuple[dist.ProcessGroup, ...]) -> Transports:
-    table: Any = dist.distributed_c10d._world.pg_group_ranks  # without groups that were destroyed
+    c10d: Any = dist.distributed_c10d
+    table = c10d._world.pg_group_ranks  # without groups that were destroyed
     others = [group for group in groups if group != first.group and group in table]
     named = [GroupRanks.of(group, table[group], first.rank) for group in others]
     ranks = tuple(sorted(ranks))

@@ -74,7 +74,7 @@ REPLACED = {
     "torch.distributed.tensor._redistribute.Redistribute": "install(): explicit redistributions and their gradients",
     "torch.distributed.tensor._dispatch.redistribute_local_tensor": "install(): implicit redistributions",
     "torch.distributed.tensor._api.Redistribute": "install(): DTensor.redistribute and full_tensor",
-    "torch.distributed.distributed_c10d._world": "caches that end with the process group",
+    "torch.distributed.distributed_c10d._world": "caches that end with the process group; groups made after a failure",
     "torch.distributed.distributed_c10d._get_default_store": "everything: the store in which ranks first meet",
     "torch.distributed.ProcessGroup._get_backend": "everything: which backend a device has",
 }

@@ -62,8 +62,8 @@ class Failures:
 
     def add(self) -> None:
         """Write that this rank has failed. Raises nothing: without the store no group can be made."""
-        world: Any = dist.distributed_c10d._world
-        numbered, names = world.group_count, [str(name) for name in world.pg_names.values()]
+        c10d: Any = dist.distributed_c10d
+        numbered, names = c10d._world.group_count, [str(name) for name in c10d._world.pg_names.values()]
         with suppress(RuntimeError):
             number = self._texts.bounded.run(lambda store: store.add(_COUNT, 1), self._texts.longest_answer)
             self._own.append((number, numbered, names))

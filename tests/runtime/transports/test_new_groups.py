@@ -174,31 +174,6 @@ def test_messages_need_a_new_group_of_all_ranks() -> None:
     run_ranks(mesh_without_a_group, 4, environment=environment_of("process_group"))
 
 
-def live_again(rank: int, port: int) -> None:
-    dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    for life in range(2):  # with the same keys
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
-        mesh = init_device_mesh("cpu", (2,))
-        if rank == 1 and life:
-            time.sleep(0.6)  # the other waits meanwhile, and reads what this rank wrote in its first life
-        check(mesh)
-        check(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"))
-        if not life:
-            disagree(mesh)
-        dist.barrier()
-        dist.destroy_process_group()
-    store.set(f"done/{rank}", "")
-    store.wait(["done/0", "done/1"])
-    dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=2)
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_reports_of_an_earlier_group_are_not_taken_for_current(transport: str) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_ranks(live_again, 2, server.port, environment=environment_of(transport))
-
-
 def leave(rank: int, inside: bool, keep: bool) -> str:
     mesh = init_device_mesh("cpu", (4,))
     check(mesh)

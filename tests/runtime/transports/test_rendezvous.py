@@ -229,6 +229,35 @@ def test_keys_of_earlier_process_group_are_ignored() -> None:
     assert both[0].reports.waiting(1) is None and wait is not None
 
 
+def test_reports_of_an_earlier_process_group_are_ignored_before_ranks_meet_again() -> None:
+    store = dist.HashStore()
+    early = at(store, 0), at(store, 1)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: one.session((0, 1)), early))
+    early[1].refuse((0, 1), "too large")
+    early[1].reports.fail("rank 1 failed: no room")
+    for one in early:
+        one.reports.leave()
+    one = at(store, 0)  # rank 1 has not come so far
+    one.calls.begin((0, 1), 5, "a")
+    looked(LongWait(one.errors), 1)
+    other = at(store, 1)
+    other.reports.fail("rank 1 failed: no disk")
+    with pytest.raises(PeerError, match="no disk"):
+        looked(LongWait(one.errors), 1)
+
+
+def test_wait_ends_after_peer_left_before_the_call() -> None:
+    one, other = connected()
+    for rendezvous in (one, other):
+        rendezvous.begin((0, 1), 5, "a")
+    other.reports.leave()
+    looked(LongWait(one.errors), 1)  # it has done its part of this call
+    one.begin((0, 1), 5, "b")
+    with pytest.raises(PeerError, match="rank 1 has left the process group .* waiting for it in call 2 of .*: b"):
+        looked(LongWait(one.errors), 1)
+
+
 @pytest.mark.parametrize("kind", ["failed", "gone"])
 def test_wait_ends_after_peer_failed_or_died(kind: str) -> None:
     one, other = connected(gone=(1,) if kind == "gone" else ())
