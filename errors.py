@@ -49,8 +49,8 @@ class CapacityError(ShardweaveError, RuntimeError):
 
 
 class TransportError(ShardweaveError, RuntimeError):
-    """Communication between ranks failed. The transport stays invalid: later calls raise the error again. The exception
-    is `DisagreementError.recoverable`."""
+    """Communication between ranks failed. The transport stays invalid, and later calls raise the error again, unless it
+    is a `DisagreementError` that is `recoverable`."""
 
 
 class DisagreementError(TransportError):

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--out", type=Path, metavar="FILE", default=Path("trace.json"), help="the trace (default: %(default)s)"
     )
     parser.add_argument("--install", action="store_true", help="run the script on shardweave, as install() does")
-    options = parser.add_argument_group("with --install", "The arguments of install(), and adapt_fsdp().")
+    options = parser.add_argument_group("with --install, the arguments of install() and adapt_fsdp()")
     options.add_argument("--costs", action="store_true", help="choose sharding strategies by shardweave's costs")
     options.add_argument(
         "--topology", metavar="NAME|FILE", help=f"the links between ranks: {', '.join(TOPOLOGIES)}, or a JSON file"

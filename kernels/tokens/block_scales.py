@@ -234,11 +234,10 @@ def unblocked_scales(blocks: torch.Tensor, offsets: torch.Tensor, rows: int, sca
 def _places(offsets: torch.Tensor, rows: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the place of each row among rows whose groups are padded to 128, int64 [rows], `number` for rows of no
     group; and the end of the last group there, int64 [1]."""
-    # A last, empty group, so that there is one.
-    ends = torch.cat((offsets.long(), offsets.new_zeros(1, dtype=torch.int64)))
-    ends[-1] = ends.amax()
-    begins = ends.roll(1)
-    begins[0] = 0
+    zero = offsets.new_zeros(1, dtype=torch.int64)
+    begins = torch.cat((zero, offsets.long()))
+    # A last, empty group, so that there is one. Nothing is written in place: checkpointed regions may save each result.
+    ends = torch.cat((begins[1:], begins.amax()[None]))
     padded = (ends - begins + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
     upto = padded.cumsum(0)
     row = torch.arange(rows, device=offsets.device)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -153,6 +153,7 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
     publish_settings()
 
 
+@cache
 def adapt_fsdp_when_first_used() -> None:
     """Adapt every module of this process to which `fully_shard` is applied, as `adapt_fsdp` does, before its first
     all-gather; for programs that cannot call it. Not undone.

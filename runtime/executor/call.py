@@ -28,7 +28,7 @@ from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
 from .async_work import AsyncResult, AsyncRun, HostTransport, SideStreamRun
 from .batch import BoundBatch
 from .bind import BoundProgram
-from .dispatch_modes import below_modes
+from .dispatch_modes import below_modes, is_fake
 from .local_slice import BoundSlice
 from .ranges import call_range, wants_ranges
 from .run import ExclusiveCall, Run, finish_pending, run_profiled, run_to_end
@@ -169,7 +169,7 @@ def refuse_unplanned(
     error: ArgumentError | UnsupportedError, meshes: Iterable[DeviceMesh]
 ) -> ArgumentError | UnsupportedError:
     """Notify the ranks of `meshes` (all ranks if there are none) as `refuse_among` does, and return the error."""
-    if not error.peers_know and dist.is_initialized():
+    if not error.peers_know and dist.is_initialized() and not is_fake():
         with below_modes():  # they may take the mesh's own tensor for one of the user's
             meshes = list(meshes)
             ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())

@@ -90,6 +90,11 @@ def below_modes_with_memory() -> AbstractContextManager[Any]:
     return below_modes()
 
 
+def is_fake() -> bool:
+    """Whether a fake tensor mode is active, outside of torch.compile. Calls and refusals then have no peers."""
+    return under_modes() and detect_fake_mode() is not None
+
+
 def refuse_fake_mode() -> None:
     """
     Raises:

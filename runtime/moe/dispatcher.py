@@ -17,7 +17,7 @@ from ...errors import ArgumentError, TransportError, UnsupportedError, shown
 from ...kernels import on_device
 from .. import flight_recorder
 from ..executor.call import binding, naming, refuse, refuse_among, refuse_unplanned
-from ..executor.dispatch_modes import hidden_from_modes
+from ..executor.dispatch_modes import below_modes, hidden_from_modes, is_fake
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end, start_in_background
 from ..statistics import stats
@@ -527,6 +527,11 @@ class TokenDispatcher(TokenEngine):
         Raises:
             CapacityError: as on all ranks in place of this dispatch.
         """
+        if not is_fake():
+            with below_modes():
+                self._refuse_dispatch(error, run)
+
+    def _refuse_dispatch(self, error: ArgumentError, run: Callable[[int, list[Steps[Any]]], object]) -> None:
         self._overflow.check(LATEST)
         transport, (transfer,) = self._transport, self.transfers
         if isinstance(transport, InProcessTransport) or not transfer.tells_refusals:
@@ -574,11 +579,12 @@ class Reporting:
     ) -> None:
         self._transport, self._participants, self._all_meet = transport, participants, in_place_of_call
 
-    @hidden_from_modes
     def report(self, error: ArgumentError) -> None:
         transport = self._transport
         # Others wait for no rank that is masked out.
-        if not isinstance(transport, InProcessTransport) and transport.rank in self._participants:
+        if isinstance(transport, InProcessTransport) or transport.rank not in self._participants or is_fake():
+            return
+        with below_modes():
             refuse(transport, self._participants, self._participants, error, self._all_meet)
 
     def __enter__(self) -> None:

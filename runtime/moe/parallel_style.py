@@ -131,9 +131,9 @@ class _ExpertForward:
         self._experts, self._dispatcher = experts, dispatcher
         self._replicated_over, self._lends = replicated_over, lends
 
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        if len(inputs) != 3 or any(isinstance(i, DTensor) for i in inputs):
-            kinds = ", ".join(type(i).__name__ for i in inputs)
+    def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        if len(inputs) != 3 or named or any(isinstance(i, DTensor) for i in inputs):
+            kinds = ", ".join([*(type(i).__name__ for i in inputs), *(f"{name}=" for name in named)])
             raise ArgumentError(f"inputs: ({kinds}); allowed: x, topk_ids and topk_weights, local tensors")
         x, ids, weights = inputs
         if self._replicated_over is not None:

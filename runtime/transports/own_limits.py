@@ -9,7 +9,6 @@ _LIMITS = {
     errno.EMFILE: (resource.RLIMIT_NOFILE, "open descriptors", "ulimit -n"),
     errno.ENOMEM: (resource.RLIMIT_AS, "bytes of address space", "ulimit -v"),
     errno.EFBIG: (resource.RLIMIT_FSIZE, "bytes in a file, which shared memory is", "ulimit -f"),
-    errno.EAGAIN: (resource.RLIMIT_MEMLOCK, "bytes of locked memory", "ulimit -l"),
 }
 _OTHERS = {
     errno.ENFILE: "the machine has no free descriptors (sysctl fs.file-max)",

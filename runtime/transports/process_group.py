@@ -35,9 +35,10 @@ from .watchdog import Watchdog
 _SHORTEST_WAIT = timedelta(milliseconds=1)
 _ROUNDING = 2e-3  # seconds; gloo rounds timeouts down to milliseconds, so that waits would end before a deadline
 
+_CLOSED = "gloo's connections are closed by that, so torch's own calls on the same process groups fail as well"
+
 # Messages on gloo are matched by tags. Those of shardweave have this bit set; those of users are small numbers.
 _OURS = 1 << 30
-_CLOSED = "gloo's connections are closed by that, so torch's own calls on the same process groups fail as well"
 _NEVER_SENT = _OURS - 1
 _PROBE = _OURS - 2
 

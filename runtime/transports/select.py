@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,14 +78,18 @@ class Transports:
         self.rendezvous: Rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone, earlier)
         if first is None:
             flight_recorder.start(self.rank, self.size, self.rendezvous.texts.bounded)
-        with self.rendezvous.starting():
-            self.machines = Machines(self.rendezvous, self._node_size)
         self._shared_memory_transport: SharedMemoryTransport | None = None
         self._process_groups: dict[tuple[str, dist.ProcessGroup], ProcessGroupTransport] = {}
         self._symmetric_memory_transports: dict[str, SymmetricMemoryTransport] = {}
         self._hierarchical: dict[tuple[str, str, ProcessGroupTransport], AnyHierarchical] = {}
         self._obstacles: dict[str, str | None] = {}
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
+
+    @cached_property
+    def machines(self) -> Machines:
+        """The machines of the ranks. This rank publishes its own here, which is why it is read when the set is made."""
+        with self.rendezvous.starting():
+            return Machines(self.rendezvous, self._node_size)
 
     def finish(self) -> None:
         """Finish asynchronous calls that may never be waited for, because the group has ended, and wait for those in
@@ -346,6 +351,7 @@ def current_transports() -> Transports:
         with _creating:
             if not _transports:
                 _transports[0] = Transports()
+                _ = _transports[0].machines
     return _transports[0]
 
 
@@ -380,6 +386,7 @@ def _find(first: Transports, ranks: tuple[int, ...], groups: tuple[dist.ProcessG
     with _creating:
         if after.number not in _transports:
             _transports[after.number] = Transports(first, after)
+            _ = _transports[after.number].machines
     transports = _transports[after.number]
     transports.note_groups(named)
     return transports

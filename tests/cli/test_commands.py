@@ -259,7 +259,10 @@ NINES = "9" * 5000
         ),
         (["record", "--min-bytes", "8", __file__], "--min-bytes: given without --install; allowed: with it"),
         (["record", "--adapt-fsdp", __file__], "--adapt-fsdp: given without --install; allowed: with it"),
-        (["record", "--install", "--min-bytes", "-8", __file__], "min_bytes: -8; allowed: a number of bytes"),
+        (
+            ["record", "--install", "--min-bytes", "-8", __file__],
+            "argument --min-bytes: '-8': not a whole number below 2**63, of bytes",
+        ),
         (["record", "--install", "--topology", "no/file", __file__], "--topology: 'no/file' cannot be read: "),
         ([NINES], "invalid choice"),
     ],

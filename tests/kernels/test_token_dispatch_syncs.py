@@ -95,7 +95,12 @@ def test_dispatch_does_not_synchronise(device, algorithm, number, monkeypatch):
         monkeypatch.setattr(simulate, "two_sided_transfer", lambda config, pushed: TwoLevelSendRecvTransfer)
     if algorithm is not PUSHED and device == "cpu":
         of_chunks = sendrecv, fixed, two_level_sendrecv
-        modules = {"chunk_sizes": of_chunks, "_sizes_by_rank": (two_level,), "_total": (two_level_sendrecv,)}
+        modules = {
+            "chunk_sizes": of_chunks,
+            "on_host": (sendrecv, two_level_sendrecv),
+            "_sizes_by_rank": (two_level,),
+            "_total": (two_level_sendrecv,),
+        }
         for name, of_name in modules.items():
             for module in of_name:
                 monkeypatch.setattr(module, name, on_the_host(getattr(module, name)))

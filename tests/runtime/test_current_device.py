@@ -155,7 +155,7 @@ def test_side_stream_is_of_its_device(gpus: PretendedGpus, monkeypatch: pytest.M
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
     with gpus:
         out, join = SideStream(torch.device("cuda", OTHER)).run(torch.ones(3), lambda: torch.zeros(3))
-        join()  # where the tensor is used, which may be anywhere
+        join(out)  # where the tensor is used, which may be anywhere
     assert (
         out.equal(torch.zeros(3))
         and gpus.log == [("wait", OTHER), ("event", OTHER), ("wait", OTHER)]

@@ -24,7 +24,7 @@ from ....errors import ArgumentError
 from ....kernels import MOST_K, PAYLOADS, uploaded
 from ....planner import Splits
 from ...executor.call import binding
-from ...executor.dispatch_modes import under_modes
+from ...executor.dispatch_modes import is_fake, under_modes
 from ...transports.choose_transport import TransportName
 from ..autograd import note_written
 from ..config import DispatchConfig, OverflowPolicy
@@ -249,6 +249,8 @@ class SwitchEngine:
         Raises:
             CapacityError: as on all ranks.
         """
+        if is_fake():
+            return
         self.common._overflow.check(LATEST)
         known = layout in LAYOUTS and isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2
         if known and 1 <= topk_idx.shape[1] <= MOST_K:
@@ -264,6 +266,7 @@ class SwitchEngine:
             yield
         except ArgumentError as error:
             handle, fits = getattr(routing, "handle", None), isinstance(rows, torch.Tensor) and rows.dim() == 2
+            fits = fits and not is_fake()
             if fits and rows.dtype in PAYLOADS and 1 <= rows.shape[1] * rows.itemsize <= self._most_bytes:
                 if isinstance(handle, RoutingHandle) and handle.engine is self:
                     self._of(handle, rows)  # peers make this dispatcher as well, in this order

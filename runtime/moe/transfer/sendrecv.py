@@ -82,7 +82,7 @@ class SendRecvTransfer(TokenTransfer):
         sizes, places, start = self._laid_out(matrix, groups)
         rows = locate_rows(counted.physical_expert, counted.place, groups._replace(start=start), self.physical_experts)
         numbers, bad_ids = self._read(sizes).tensor_split((2 * self.config.ranks + 2,))
-        self._check_refused(bad_ids.tolist())
+        self._check_refused(on_host(bad_ids))
         return DispatchRecord(weights, groups, rows, matrix, Chunks(numbers, places))
 
     def _laid_out(self, matrix: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -214,3 +214,8 @@ class SendRecvTransfer(TokenTransfer):
         torch.cuda.current_stream(sizes.device).synchronize()
         self.transport.check()
         return host
+
+
+def on_host(numbers: torch.Tensor) -> list[int]:
+    """Return numbers that `_read` has returned."""
+    return numbers.tolist()

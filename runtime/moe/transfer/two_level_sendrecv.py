@@ -22,7 +22,7 @@ from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord, Tokens, chunk_sizes
 from .base import DISPATCH, Delivery, Steps, copied
 from .chunk_exchange import Rows
-from .sendrecv import SendRecvTransfer
+from .sendrecv import SendRecvTransfer, on_host
 from .two_level import COUNTS, Sent
 from .two_level_counts import CountsOfAll, Forwarding
 
@@ -138,7 +138,7 @@ class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
         numbers_of_all = torch.cat((sends, receives, padding, no_bound, tokens_to, tokens_from, matrix[:, -1]))
         of_host = self._read(numbers_of_all).split((2 * c.ranks + 2, c.ranks, c.ranks, c.ranks))
         sizes, host_sends, host_receives, bad_ids = of_host
-        self._check_refused(bad_ids.tolist())
+        self._check_refused(on_host(bad_ids))
         chunks = Chunks(sizes, places)
         # Of known size, so that the host need not wait for it.
         which, token = torch.nonzero_static(by_node, size=_total(host_sends)).unbind(1)

@@ -22,7 +22,7 @@ class Failure(NamedTuple):
         number: counts the failures of all ranks, from 1 on.
         rank: the rank that failed.
         numbered: how many process groups torch had numbered on that rank by then.
-        names: the groups that it had.
+        names: the groups that it had whose names are no numbers.
     """
 
     number: int
@@ -63,7 +63,9 @@ class Failures:
     def add(self) -> None:
         """Write that this rank has failed. Raises nothing: without the store no group can be made."""
         c10d: Any = dist.distributed_c10d
-        numbered, names = c10d._world.group_count, [str(name) for name in c10d._world.pg_names.values()]
+        # Names that are numbers are told by how many there were.
+        names = [name for name in map(str, c10d._world.pg_names.values()) if not name.isdecimal()]
+        numbered = c10d._world.group_count
         with suppress(RuntimeError):
             number = self._texts.bounded.run(lambda store: store.add(_COUNT, 1), self._texts.longest_answer)
             self._own.append((number, numbered, names))

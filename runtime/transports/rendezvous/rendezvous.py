@@ -68,7 +68,7 @@ class Rendezvous:
         self.sessions: set[str] = set()
         self._failure: TransportError | None = None
         self.lock: CallLock = CallLock(rank, timeout, lambda: calls.current) if first is None else first.lock
-        self.lock.current_call = lambda: calls.current  # the latest are those that are in use
+        self.lock.current_call = lambda: calls.current  # of the latest set of transports
 
     @cached_property
     def background(self) -> BackgroundCalls:

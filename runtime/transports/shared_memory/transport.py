@@ -109,11 +109,13 @@ class _Peer:
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid})"
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # globals may be gone when the interpreter ends
         descriptor = getattr(self, "pidfd", None)
         if descriptor is not None:
-            with suppress(OSError):
-                os.close(descriptor)
+            try:
+                close(descriptor)
+            except OSError:
+                pass
 
     def has_died(self) -> bool:
         if self.pidfd is None:
