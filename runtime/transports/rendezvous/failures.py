@@ -46,14 +46,14 @@ class Failures:
     that whichever rank reads them, and whenever, finds the same ones before the group.
     """
 
-    def __init__(self, texts: StoreTexts, rank: int) -> None:
+    def __init__(self, texts: StoreTexts, rank: int, timeout: float) -> None:
         self._texts, self._rank = texts, rank
         self._own: list[tuple[int, int, list[str]]] = []
-        self._clear()  # what an earlier default group may have left
+        self._clear(timeout)  # what an earlier default group may have left
 
-    def _clear(self) -> None:
+    def _clear(self, within: float | None = None) -> None:
         with suppress(RuntimeError):  # the store of a fake group keeps nothing
-            self._texts.set(_key(self._rank), "")
+            self._texts.set(_key(self._rank), "", within)
 
     def leave(self) -> None:
         """The rank leaves the default group: its failures are none of the next one."""

@@ -62,7 +62,7 @@ class Rendezvous:
         self.rank, self.timeout = rank, timeout
         self.calls = calls = Calls(rank)
         self.texts = StoreTexts(store, timeout)
-        self.failures: Failures = Failures(self.texts, rank) if first is None else first.failures
+        self.failures: Failures = Failures(self.texts, rank, timeout) if first is None else first.failures
         self.reports = PeerReports(calls, self.texts, timeout, self.failures)
         self.errors = PeerErrors(calls, self.reports, timeout, is_gone)
         self.sessions: set[str] = set()
