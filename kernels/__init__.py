@@ -12,7 +12,7 @@ from .current_device import capturing, on_device
 from .direct_boxes import DirectTable, DirectUse
 from .launch import interpreted, processors_of, recorded_launches, runs_on, uploaded
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
-from .reduce_cpu import reduce_views
+from .reduce_cpu import reduce_terms, reduce_views
 from .signal import build_signal, signal, wait_limit
 from .tiling import Launch, LaunchConfig
 from .tokens.block_scales import BLOCK_ROWS, block_rows, block_scales, block_scales_torch, block_width, unblocked_scales
@@ -143,6 +143,7 @@ __all__ = [
     "reduce_boxes_cpu",
     "reduce_launches",
     "reduce_table",
+    "reduce_terms",
     "reduce_views",
     "route_rows",
     "runs_on",

@@ -122,6 +122,30 @@ def reduce_views(
         out.copy_(total)
 
 
+def reduce_terms(terms: Sequence[torch.Tensor], op: str, divisor: float | None = None) -> torch.Tensor:
+    """The reduction of `reduce_views` as a new tensor, bitwise equal, by operations without writes in place, for graphs.
+
+    Args:
+        terms: of one shape and dtype; the reduction is in their order.
+    """
+    dtype = terms[0].dtype
+    check_reduction(dtype, dtype, op, divisor)
+    if dtype is torch.bool:
+        op = "or" if op in ("sum", "max") else "and"
+    if dtype.is_complex:
+        return torch.view_as_complex(reduce_terms([torch.view_as_real(term) for term in terms], op, divisor))
+    accumulator = accumulator_dtype(dtype)
+    total = terms[0].to(accumulator)
+    for term in terms[1:]:
+        total = _COMBINE[op](total, term.to(accumulator))
+    if divisor is not None:
+        # A tensor: on CUDA torch multiplies by the reciprocal of a Python number.
+        total = total / torch.full((), divisor, dtype=accumulator, device=total.device)
+    if dtype is torch.float8_e4m3fn:
+        total = total.clamp(-448.0, 448.0)  # older versions of torch return NaN
+    return total.to(dtype)
+
+
 def _rounds_once(dtype: torch.dtype, op: str, contributors: int) -> bool:
     """Whether torch's operation in the dtype equals accumulation in float32 followed by one rounding."""
     if dtype not in (torch.float16, torch.bfloat16):

@@ -9,13 +9,15 @@
 - Plans: `plan` checks a `request` (`arguments`), splits mesh dims (`mesh_split`), and finds a `path` by `search` over
   `intermediate_layouts`, with reductions of `bounded_fan_in`; `cross_mesh_plan` for two meshes, `batch` for several
   tensors, `local_slice` for requests that need no program.
-- Programs: `program_base` holds the data, `render` the text, SVG and JSON forms, `program` both.
+- Programs: `program_base` holds the data, `render` the text, SVG and JSON forms, `program` both; `collectives` tells
+  which steps are collectives of torch.distributed.
 - `token_splits` compares the two kinds of split sizes of token exchanges, `token_levels` their levels;
   `token_dedupe` prices a token that crosses once for each rank inside a node.
 """
 
 from .arguments import check_layout, check_local_shape, check_shape, resolve_layout
 from .batch import Batch, plan_batch
+from .collectives import backend_reduction, is_even_all_gather
 from .cost.hardware import MachineFigures, found_topology
 from .cost.token_dedupe import price_dedupe, reached_shares
 from .cost.token_levels import price_levels
@@ -83,6 +85,7 @@ __all__ = [
     "StridedShard",
     "Topology",
     "TopologyName",
+    "backend_reduction",
     "check_dtype",
     "check_layout",
     "check_local_shape",
@@ -94,6 +97,7 @@ __all__ = [
     "held_box",
     "held_sizes",
     "held_spans",
+    "is_even_all_gather",
     "layout_change",
     "mesh_to_dict",
     "parts_of",

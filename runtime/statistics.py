@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from weakref import ref
 
@@ -82,6 +82,7 @@ class Statistics:
         ignored: arguments that had no effect, by name: of torch, or under torch.compile.
         host_reads: waits of the host for a device, by the value that it read.
         copies: calls that copied data which otherwise stays where peers wrote it, by the data and the reason.
+        traced: redistributions in graphs of torch's operators, by request, collectives and bytes received per run.
         transports: the transport of the ranks of each mesh and the reason for it; `reset` keeps it.
     """
 
@@ -90,6 +91,7 @@ class Statistics:
     ignored: Counter[str] = field(default_factory=Counter)
     host_reads: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
+    traced: Counter[str] = field(default_factory=Counter)
     transports: dict[tuple[int, ...], str] = field(default_factory=dict)
     _kinds: dict[tuple[Hashable, str], Redistribution] = field(default_factory=dict, repr=False)
     _summaries: dict[tuple[Hashable, str], Callable[[], Summary]] = field(default_factory=dict, repr=False)
@@ -97,8 +99,7 @@ class Statistics:
     _texts: dict[tuple[Hashable, str], str] = field(default_factory=dict, repr=False)
     _traced: _Traced = field(default_factory=_Traced, repr=False)
     """Of torch's own function, which every pass calls."""
-    _traced_by_dynamo: _Traced = field(default_factory=_Traced, repr=False)
-    """Of functions that only the first pass calls."""
+    _in_graphs: _Traced = field(default_factory=_Traced, repr=False)
     _ignored_by_dynamo: _Traced = field(default_factory=_Traced, repr=False)
 
     @property
@@ -133,9 +134,10 @@ class Statistics:
 
     def reset(self) -> None:
         """Set all counters to 0, except for what is in traced graphs."""
-        for counters in (self.calls, self.delegations, self.ignored, self.host_reads, self.copies):
+        for counters in (self.calls, self.delegations, self.ignored, self.host_reads, self.copies, self.traced):
             counters.clear()
-        self.delegations.update(self._traced.counts + self._traced_by_dynamo.counts)
+        self.traced.update(self._in_graphs.counts)
+        self.delegations.update(self._traced.counts)
         self.ignored.update(self._ignored_by_dynamo.counts)
         for kind in self._kinds.values():  # not removed: bound calls hold these objects
             kind.calls, kind.milliseconds = 0, 0.0
@@ -159,6 +161,7 @@ class Statistics:
             for (text, transport), kind in self.redistributions.items()
         ]
         counters = {
+            "in traced graphs": self.traced,
             "left to torch": self.delegations,
             "argument without effect": self.ignored,
             "the host waits for": self.host_reads,
@@ -205,12 +208,20 @@ _MAX_LOGGED_REASONS = 64
 COMPILING = "torch.compile is tracing"
 
 
-def count_in_dynamo(left_to_torch: bool, ignored: Sequence[str] = ()) -> None:
-    """Count a call that only Dynamo sees, while it traces, and the names of the arguments that have no effect."""
-    if left_to_torch:
-        _statistics._traced_by_dynamo.count(_statistics.delegations, COMPILING, False)
-    for name in ignored:
-        _statistics._ignored_by_dynamo.count(_statistics.ignored, name, False)
+def count_ignored_by_dynamo(argument: str) -> None:
+    """Count an argument that has no effect under torch.compile, of a call that only Dynamo sees, while it traces."""
+    _statistics._ignored_by_dynamo.count(_statistics.ignored, argument, False)
+
+
+def count_traced(text: str, into_graph: bool | None) -> None:
+    """Count a redistribution that is traced into a graph.
+
+    Args:
+        into_graph: None: torch only finds out about outputs. False: it is a pass of torch.compile that makes no graph
+            yet, or no compiler is tracing. True: a graph is traced.
+    """
+    if into_graph is not None:
+        _statistics._in_graphs.count(_statistics.traced, text, into_graph)
 
 
 def count_delegation(

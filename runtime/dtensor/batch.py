@@ -29,13 +29,13 @@ from ..executor.call import (
     refuse_unplanned,
     transport_for,
 )
-from ..executor.dispatch_modes import below_modes_with_memory
+from ..executor.dispatch_modes import below_modes_with_memory, is_fake
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.choose_transport import TransportName
 from . import observer
 from .autograd import as_dtensor
 from .local import plain_local, ranks_of
-from .redistribute import target_spec
+from .redistribute import redistribute, target_spec
 from .redistribute_options import RedistributeOptions, call_options
 
 _calls: ProcessGroupCache[tuple, Call] = ProcessGroupCache(256)
@@ -61,7 +61,7 @@ def redistribute_batch(
 
     Returns:
         One DTensor per input, in memory of its own except where nothing has to be done. Gradients are not recorded.
-        Dispatch modes do not see the batch.
+        Dispatch modes do not see the batch. While torch traces, it is one redistribution for each DTensor.
 
     Raises:
         ArgumentError: lists of different lengths, placements that do not match, or a tensor that requires gradients
@@ -69,10 +69,14 @@ def redistribute_batch(
         UnsupportedError: as for `redistribute`.
         TransportError: a peer died, timed out, or made a different request.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _one_by_one(dtensors, placements, device_mesh, transport, topology)
     try:
         targets = _target_specs(dtensors, placements, device_mesh)
         if not targets:
             return []
+        if is_fake():
+            return _one_by_one(dtensors, placements, device_mesh, transport, topology)
         # Cached views and buffers outlive inference mode.
         leave_inference_mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         with below_modes_with_memory(), leave_inference_mode:
@@ -82,6 +86,18 @@ def redistribute_batch(
         meshes = [x.device_mesh for x in sources if isinstance(x, DTensor)]
         refuse_unplanned(error, [*meshes, *([device_mesh] if isinstance(device_mesh, DeviceMesh) else [])])
         raise
+
+
+def _one_by_one(
+    dtensors: Sequence[DTensor],
+    placements: Sequence[Layout | str | Sequence[Placement]],
+    device_mesh: DeviceMesh | None,
+    transport: TransportName | None,
+    topology: Topology | TopologyName | None,
+) -> list[DTensor]:
+    """The results of a batch as one redistribution each, for graphs, in which torch may combine collectives."""
+    options: dict[str, Any] = {"device_mesh": device_mesh, "transport": transport, "topology": topology}
+    return [redistribute(x, p, **options) for x, p in zip(dtensors, placements, strict=True)]
 
 
 def _target_specs(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed.tensor._redistribute as torch_redistribute
@@ -22,15 +23,17 @@ from ..executor.dispatch_modes import (
     REPLACES,
     REPORTS,
     active_modes,
+    is_traced,
     note_decision,
     traces_into_graph,
     why_not_under,
 )
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..statistics import COMPILING, count_delegation, stats
+from ..traced.redistribution import TRACED_TYPES
 from ..transports.select import why_not_backend
 from . import observer, redistribute_options
-from .local import PLAIN_TENSORS, bound_before, empty_local, is_in, run_redistribution
+from .local import PLAIN_TENSORS, bound_before, empty_local, is_in, run_redistribution, trace_redistribution
 from .redistribute_options import RedistributeOptions
 
 Stock = Callable[..., torch.Tensor]
@@ -112,16 +115,20 @@ def redistribute_local_tensor(
                 f"dim"
             )
         torch_redistribute.assert_no_mixed_partial_types(spec.placements)
-    reason = _why_delegate(x, current_spec, target_spec, options, to_other_mesh)
     modes = active_modes() if under_modes else ()
+    traced = is_traced(x, modes)
+    reason = _why_delegate(x, current_spec, target_spec, options, to_other_mesh, traced)
     if modes and reason is None:
-        reason = why_not_under(modes)
+        reason = why_not_under(modes, traced)
     if to_other_mesh and reason is not None:
         raise UnsupportedError(f"redistribution to another mesh: {reason}; torch does not support it either")
     if reason is None:
         if not in_source:
             x = empty_local(x, current_spec)
         try:
+            if traced:
+                x = x.detach() if x.requires_grad else x
+                return trace_redistribution(x, current_spec, target_spec, options, traces_into_graph(modes))
             out = run_redistribution(x.detach() if x.requires_grad else x, current_spec, target_spec, options, async_op)
             if modes:
                 note_decision(modes, None)
@@ -134,14 +141,9 @@ def redistribute_local_tensor(
             if to_other_mesh:
                 raise
             reason = str(error)
-    if modes:
+    if modes and not traced:
         note_decision(modes, reason)
-    into_graph = traces_into_graph(modes)
-    if into_graph is not None:
-        traced = into_graph or torch.compiler.is_compiling()
-        count_delegation(
-            reason, level_of_reason(reason), current_spec, target_spec, into_graph=into_graph if traced else None
-        )
+    count_left(reason, modes, current_spec, target_spec)
     torch_options = {"async_op": async_op, "is_explicit": is_explicit}
     if use_graph_based_transform is not None:
         torch_options["use_graph_based_transform"] = use_graph_based_transform
@@ -149,13 +151,18 @@ def redistribute_local_tensor(
 
 
 def _why_delegate(
-    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions, to_other_mesh: bool
+    x: torch.Tensor,
+    current: DTensorSpec,
+    target: DTensorSpec,
+    options: RedistributeOptions,
+    to_other_mesh: bool,
+    traced: bool,
 ) -> str | None:
     """The reason why a call is left to torch, or None. Does not consider dispatch modes."""
-    if (reason := why_not_plain(x)) is not None:
+    if (reason := why_not_traced(x, options) if traced else why_not_plain(x)) is not None:
         return reason
     if to_other_mesh:
-        return backend_obstacle(x.device)
+        return None if traced else backend_obstacle(x.device)
     if options.only is not None and current.mesh not in options.only:
         return _OTHER_MESH
     if options.min_bytes and current.tensor_meta is not None:
@@ -166,7 +173,24 @@ def _why_delegate(
             to_sum = type(a) is Shard and type(b) is Partial and b.reduce_op == "sum"
             if not to_sum:
                 return "shard or another op to partial, which torch refuses"
-    return backend_obstacle(x.device)
+    return None if traced else backend_obstacle(x.device)
+
+
+def count_left(reason: str, modes: Sequence[Any], source: object, target: object, left_to: str = "torch") -> None:
+    """Count a redistribution that is left to torch or spmd_types under these modes, in one pass of torch.compile."""
+    into_graph = traces_into_graph(modes)
+    if into_graph is not None:
+        traced = into_graph or torch.compiler.is_compiling()
+        count_delegation(reason, level_of_reason(reason), source, target, left_to, into_graph if traced else None)
+
+
+def why_not_traced(x: torch.Tensor, options: RedistributeOptions) -> str | None:
+    """Why the redistribution of a traced local tensor is left to torch, or None."""
+    if not options.traced:
+        return COMPILING
+    if type(x) not in TRACED_TYPES:
+        return f"{_OTHER_TENSOR_TYPE}{type(x).__name__}"
+    return None if x.layout is torch.strided else f"local tensor is {x.layout}"
 
 
 def why_not_plain(x: torch.Tensor) -> str | None:

@@ -16,6 +16,7 @@ from ...planner import NVLINK_NODE, Topology, TopologyName
 from ..executor.choose_algorithm import Reduction
 from ..statistics import log_level
 from ..supported_versions import SUPPORTED, installed_version, is_supported, requirement
+from ..traced.cache_key import key_caches_by
 from ..transports.rendezvous.peer_reports import settings
 from ..transports.select import publish_settings
 from . import observer, redistribute_options
@@ -104,6 +105,7 @@ def install(
     min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,
     spmd_types: bool = False,
+    traced: bool = True,
 ) -> None:
     """Run `DTensor.redistribute`, implicit redistributions and their backward on shardweave in this process.
 
@@ -130,12 +132,14 @@ def install(
         spmd_types: also run the collectives of the package spmd_types on shardweave, in forward and backward: its
             `redistribute`, `all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all`. Those left to it are counted
             in `stats().delegations`. `only` then means the axes of the meshes.
+        traced: what torch.compile, `make_fx` and fake tensors trace becomes torch's functional collectives by
+            shardweave's plans. False: tracing is left to torch.
 
     Raises:
         ArgumentError: an argument of the wrong type, or a value that is not allowed, also of an environment variable;
             `spmd_types` without the package. Then the previous state stays.
     """
-    _apply(install_options(topology, reduction, min_bytes, only, costs, spmd_types))
+    _apply(install_options(topology, reduction, min_bytes, only, costs, spmd_types, traced))
 
 
 def uninstall() -> None:
@@ -152,17 +156,26 @@ def installed(
     min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,
     spmd_types: bool = False,
+    traced: bool = True,
 ) -> Iterator[None]:
     """A context manager that calls `install` with the same arguments, and restores the previous state on exit.
 
     Args:
-        costs, topology, reduction, min_bytes, only, spmd_types: as for `install`.
+        costs, topology, reduction, min_bytes, only, spmd_types, traced: as for `install`.
 
     Raises:
         ArgumentError: as for `install`.
     """
     before = redistribute_options.default if is_installed() else None
-    install(costs=costs, topology=topology, reduction=reduction, min_bytes=min_bytes, only=only, spmd_types=spmd_types)
+    install(
+        costs=costs,
+        topology=topology,
+        reduction=reduction,
+        min_bytes=min_bytes,
+        only=only,
+        spmd_types=spmd_types,
+        traced=traced,
+    )
     try:
         yield
     finally:
@@ -181,6 +194,7 @@ def _apply(options: RedistributeOptions | None) -> None:
     bind_replacements(options is not None)
     default = options or RedistributeOptions()
     set_default(default)
+    key_caches_by(None if options is None else repr(options._replace(only=None)))
     set_cost_topology((default.topology or NVLINK_NODE) if default.costs else None)
     publish_settings()
     level = log_level(logging.INFO)
@@ -224,5 +238,6 @@ settings |= {
     "install(topology=)": _default_option("topology"),
     "install(reduction=)": _default_option("reduction"),
     "install(costs=)": lambda: "on" if redistribute_options.default.costs else "off",
+    "install(traced=)": lambda: "on" if redistribute_options.default.traced else "off",
     "install(spmd_types=)": lambda: "on" if redistribute_options.default.spmd_types else "off",
 }

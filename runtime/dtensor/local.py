@@ -5,20 +5,21 @@ The first call of a request plans a program and binds it to a transport; later c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ...errors import ArgumentError, UnsupportedError
 from ...kernels import on_device
-from ...planner import Planner, Program, check_local_shape, check_shape, planner_of, position_of, title
+from ...planner import Planner, Program, Topology, check_local_shape, check_shape, planner_of, position_of, title
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
 from ..executor.call import (
@@ -32,11 +33,21 @@ from ..executor.call import (
     refuse,
     transport_for,
 )
-from ..executor.choose_algorithm import explain_on, leaves_sums_to_backend
-from ..executor.dispatch_modes import as_one_operator, refuse_fake_mode, torchs_collectives
+from ..executor.choose_algorithm import Reduction, explain_on, leaves_sums_to_backend
+from ..executor.copies import contiguous_strides
+from ..executor.dispatch_modes import (
+    active_modes,
+    as_one_operator,
+    is_traced,
+    refuse_fake_mode,
+    torchs_collectives,
+    traces_into_graph,
+)
 from ..executor.local_slice import BoundSlice
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
-from ..transports.select import AnyTransport
+from ..traced.process_groups import groups_of_mesh
+from ..traced.redistribution import TRACED_TYPES, redistribute_traced
+from ..transports.select import AnyTransport, why_not_backend
 from .partials import PlainRequest, has_transforms, plain_requests
 from .redistribute_options import RedistributeOptions
 
@@ -72,7 +83,7 @@ def run_redistribution(
         UnsupportedError: placements or a dtype that programs do not support.
         TransportError: a peer died, timed out, or made a different request.
     """
-    if torch.is_inference_mode_enabled() or count_dispatch_modes():
+    if type(x) not in PLAIN_TENSORS or torch.is_inference_mode_enabled() or count_dispatch_modes():
         return _run_in_modes(x, current, target, options, async_op)
     if x.is_conj() or x.is_neg():
         # Programs move bytes, which do not include these bits.
@@ -86,10 +97,11 @@ def run_redistribution(
 def _run_in_modes(
     x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions, async_op: bool
 ) -> torch.Tensor:
-    """`run_redistribution` in inference mode or under dispatch modes, which see the transforms of partials, and each
-    plain redistribution as one operator."""
-    if count_dispatch_modes():
-        refuse_fake_mode()
+    """`run_redistribution` in inference mode, of traced tensors, or under dispatch modes, which see the transforms of
+    partials, and each plain redistribution as one operator."""
+    modes = active_modes()
+    if is_traced(x, modes):
+        return trace_redistribution(x, current, target, options, traces_into_graph(modes))
     if has_transforms(current, target):
         return _run_in_turn(_supported_requests(current, target), options, x, async_op)
     if torch.is_inference_mode_enabled():
@@ -112,6 +124,79 @@ def _supported_requests(current: DTensorSpec, target: DTensorSpec) -> list[Plain
         for spec in (request.current, request.target):
             layout_of_spec(spec)
     return requests
+
+
+def trace_redistribution(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions, into_graph: bool | None
+) -> torch.Tensor:
+    """`run_redistribution` of a traced or fake tensor, in torch's operators and functional collectives.
+
+    Args:
+        into_graph: as for `count_traced`.
+
+    Raises:
+        ArgumentError, UnsupportedError: as `redistribute_traced`.
+    """
+    mode = detect_fake_mode() if type(x) in PLAIN_TENSORS else None
+    if mode is not None and not (mode.allow_non_fake_inputs or torch._is_functional_tensor(x)):
+        raise UnsupportedError("local tensor: a tensor with memory, while a fake tensor mode is active; allowed: fake")
+    for request in _supported_requests(current, target):
+        x = request.before(x) if request.before else x
+        x = _trace_plain(x, request.current, request.target, options, into_graph)
+        x = request.after(x) if request.after else x
+    return x
+
+
+def _trace_plain(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions, into_graph: bool | None
+) -> torch.Tensor:
+    if current.tensor_meta is None:
+        raise UnsupportedError("the source spec has no tensor_meta, so the global shape is not known")
+    meshes = current.mesh, target.mesh
+    forget_dead_groups()
+    out = redistribute_traced(
+        x,
+        current.tensor_meta.shape,
+        mesh_of(current.mesh),
+        layout_of_spec(current),
+        layout_of_spec(target),
+        target_mesh=mesh_of(target.mesh),
+        reduction=options.reduction,
+        topology=options.topology,
+        find_topology=lambda program: topology_when_traced(program, x.device, options.reduction, *meshes),
+        groups=[group for mesh in meshes if is_in(mesh) for group in groups_of_mesh(mesh)],
+        into_graph=into_graph,
+    )
+    return out if out is x else _in_order(out, target.tensor_meta)
+
+
+def topology_when_traced(
+    program: Program,
+    device: torch.device,
+    reduction: Reduction,
+    *meshes: DeviceMesh,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> Topology | None:
+    """The topology for which a program is planned when it is not traced, so that both are the same."""
+    if why_not_backend(device) is not None or leaves_sums_to_backend(program, reduction):
+        return None
+    return found_topology_of(program.mesh.rank_array.tolist(), device, *meshes, groups=groups)
+
+
+def _in_order(x: torch.Tensor, meta: TensorMeta | None) -> torch.Tensor:
+    """A contiguous tensor with its dims in the order in memory that the strides of a spec give."""
+    if meta is None or any(not isinstance(n, int) for n in meta.stride):
+        return x
+    order = sorted(range(x.ndim), key=lambda d: -meta.stride[d])
+    if order == list(range(x.ndim)) or not _is_dense(meta, order):
+        return x
+    inverse = sorted(range(x.ndim), key=order.__getitem__)
+    return x.permute(order).contiguous().permute(inverse)
+
+
+def _is_dense(meta: TensorMeta, order: Sequence[int]) -> bool:
+    """Whether strides are those of a contiguous tensor whose dims are in this order in memory."""
+    return [meta.stride[d] for d in order] == list(contiguous_strides([meta.shape[d] for d in order]))
 
 
 def _lookup(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> Bound:
@@ -338,7 +423,7 @@ def plain_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    if type(local) not in PLAIN_TENSORS:
+    if type(local) not in TRACED_TYPES:
         raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a torch.Tensor")
     if local.requires_grad:
         local = local.detach()

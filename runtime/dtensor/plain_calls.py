@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 
 from ...kernels import on_device
-from ...planner import Layout, Mesh, plan, title
+from ...planner import Layout, Mesh, plan, resolve_layout, title
 from ..convert_specs import dtype_name
 from ..executor.bind import BoundProgram
 from ..executor.call import Call, binding, check_backend, found_topology_of, naming, transport_for
 from ..executor.choose_algorithm import leaves_sums_to_backend
-from ..executor.dispatch_modes import as_one_operator, refuse_fake_mode
+from ..executor.dispatch_modes import active_modes, as_one_operator, is_traced, traces_into_graph
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from ..traced.redistribution import redistribute_traced
 from . import observer
-from .local import count_dispatch_modes
+from .local import topology_when_traced
 from .redistribute_options import RedistributeOptions
 
 _c10d: Any = torch.ops._c10d_functional
@@ -58,7 +59,7 @@ def redistribute_plain(
         This rank's shard under `target`, in memory of its own.
 
     Raises:
-        UnsupportedError: a fake tensor mode is active, and as `plain_call`.
+        UnsupportedError: as `plain_call`; of a traced tensor as `redistribute_traced`.
         TransportError: a peer died, timed out, or made a different request.
     """
 
@@ -70,11 +71,40 @@ def redistribute_plain(
             out = plain_call(x, mesh, shape, source, target, options, groups)(x, async_op)
         return out.clone() if out is x else out
 
+    modes = active_modes()
+    if is_traced(x, modes):
+        out = _trace(x.detach(), mesh, shape, source, target, options, groups, traces_into_graph(modes))
+        return out.clone() if out is x else out
     x = x.detach().resolve_conj().resolve_neg()
-    if not count_dispatch_modes():
+    if not modes:
         return run(x, async_op)
-    refuse_fake_mode()
     return as_one_operator(run, x, partial(_torchs_collectives, source, target, groups))
+
+
+def _trace(
+    x: torch.Tensor,
+    mesh: Mesh,
+    shape: Sequence[int],
+    source: Layout | str,
+    target: Layout | str,
+    options: RedistributeOptions,
+    groups: Sequence[dist.ProcessGroup],
+    into_graph: bool | None,
+) -> torch.Tensor:
+    """`redistribute_plain` of a traced tensor, in torch's operators and functional collectives."""
+    forget_dead_groups()
+    layouts = resolve_layout("source", source, mesh), resolve_layout("target", target, mesh)
+    return redistribute_traced(
+        x,
+        shape,
+        mesh,
+        *layouts,
+        reduction=options.reduction,
+        topology=options.topology,
+        find_topology=lambda program: topology_when_traced(program, x.device, options.reduction, groups=groups),
+        groups=groups,
+        into_graph=into_graph,
+    )
 
 
 def _torchs_collectives(

@@ -13,24 +13,22 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from ...errors import ArgumentError, UnsupportedError
-from ...planner import Layout, Mesh, Orders, Topology, TopologyName, held_sizes, resolve_layout, whole_numbers
+from ...planner import Layout, Orders, Topology, TopologyName, held_sizes, whole_numbers
 from ..convert_specs import (
     check_dtype_argument,
     layout_of_spec,
     mesh_of,
     placements_or_layout,
     spec_of_layout,
-    torch_placements,
 )
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
-from ..statistics import count_in_dynamo
+from ..statistics import count_ignored_by_dynamo
 from ..transports.choose_transport import TransportName
 from . import observer
 from .autograd import RedistributeArgs, redistribute_forward, redistribute_with_gradient, same_layout, with_dtype
-from .constant_when_traced import constant_when_traced
-from .install import is_installed
+from .in_graph import call_in_graph, constant_when_traced, remember
 from .local import (
     bind_redistribution,
     explain_redistribution,
@@ -89,8 +87,8 @@ def redistribute(
             shows it); on one machine plans minimise bytes.
         reduction: "ordered" or "fast", as for `install`. None: the value of `install`.
 
-    Under torch.compile, torch's own redistribution is traced instead, which supports placements and dtypes only;
-    `transport`, `topology` and `reduction` have no effect there and are counted in `stats().ignored`.
+    Under torch.compile, the program becomes torch's functional collectives in the graph; `out` is refused, `async_op`
+    has no effect, and `transport` has none and is counted in `stats().ignored`.
 
     Returns:
         A DTensor that shares no memory with `dtensor`, except where nothing has to be done. Differentiable any number
@@ -105,16 +103,13 @@ def redistribute(
     """
     if not isinstance(dtensor, DTensor):
         raise refuse_unplanned(ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor"), ())
-    if torch.compiler.is_compiling():
-        # torch's own redistribution can be traced. Arguments that change its result and are unknown to it are refused.
-        options = {"transport": transport, "topology": topology, "reduction": reduction}
-        _count_traced([name for name, given in options.items() if given is not None])
-        if placements is None or any(argument is not None for argument in (device_mesh, shard_order, out)):
-            raise UnsupportedError("redistribute: torch.compile is tracing; allowed there: placements and dtypes alone")
-        if isinstance(placements, str):
-            placements = _traced_placements(placements, tuple(dtensor.device_mesh.shape), dtensor.ndim)
-        dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
-        return dtensor.redistribute(placements=placements, async_op=async_op, **dtypes)  # type: ignore[arg-type]
+    if torch.compiler.is_dynamo_compiling():
+        if out is not None:
+            raise UnsupportedError("out: given, and torch.compile is tracing; allowed there: None")
+        request = _remembered(
+            placements, device_mesh, shard_order, forward_dtype, backward_dtype, transport, topology, reduction
+        )
+        return call_in_graph(dtensor, request)  # type: ignore[return-value]
     try:
         if not isinstance(async_op, bool):
             raise ArgumentError(f"async_op: {async_op!r}; allowed: True or False")
@@ -145,26 +140,29 @@ def redistribute(
 
 
 @constant_when_traced
-def _count_traced(ignored: list[str]) -> None:
-    """Count a call while torch.compile traces, and the arguments that have no effect, without changing the graph."""
-    # If shardweave is installed, the replacement of torch's function, which is called next, counts the call.
-    count_in_dynamo(left_to_torch=not is_installed(), ignored=ignored)
-
-
-@constant_when_traced
-def _traced_placements(text: str, mesh_shape: tuple[int, ...], ndim: int) -> tuple[Placement, ...]:
-    """The placements of a layout's text form, while torch.compile traces.
-
-    Raises:
-        UnsupportedError: the layout has a shard order, which placements do not express.
-    """
-    layout = resolve_layout("placements", text, Mesh(mesh_shape))
-    layout.check(mesh_shape, ndim, "placements")
-    if any(list(order) != sorted(order) for _, order in layout.orders):
-        raise UnsupportedError(
-            f"placements: {layout} has a shard order, and torch.compile is tracing; allowed there: the default order"
-        )
-    return torch_placements(layout)
+def _remembered(
+    placements: Any,
+    device_mesh: Any,
+    shard_order: Any,
+    forward_dtype: Any,
+    backward_dtype: Any,
+    transport: Any,
+    topology: Any,
+    reduction: Any,
+) -> str:
+    """The call of `redistribute` with these arguments, for `call_in_graph`."""
+    if transport is not None:
+        count_ignored_by_dynamo("transport")
+    return remember(
+        redistribute,
+        placements,
+        device_mesh=device_mesh,
+        shard_order=shard_order,
+        forward_dtype=forward_dtype,
+        backward_dtype=backward_dtype,
+        topology=topology,
+        reduction=reduction,
+    )
 
 
 def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differentiable: bool) -> None:

@@ -24,6 +24,7 @@ class RedistributeOptions(NamedTuple):
         only: under `install`, tensors on other meshes are left to torch; None: all meshes.
         costs: under `install`, DTensor's sharding propagation uses shardweave's costs.
         spmd_types: under `install`, the collectives of spmd_types are carried out by shardweave.
+        traced: under `install`, traced redistributions become torch's functional collectives by shardweave's plans.
     """
 
     transport: TransportName | None = None
@@ -33,6 +34,7 @@ class RedistributeOptions(NamedTuple):
     only: tuple[DeviceMesh, ...] | None = None
     costs: bool = False
     spmd_types: bool = False
+    traced: bool = True
 
 
 default = RedistributeOptions()
@@ -59,7 +61,7 @@ def call_options(transport: Any = None, topology: Any = None, reduction: Any = N
 
 
 def install_options(
-    topology: Any, reduction: Any, min_bytes: Any, only: Any, costs: bool, spmd_types: bool
+    topology: Any, reduction: Any, min_bytes: Any, only: Any, costs: bool, spmd_types: bool, traced: bool
 ) -> RedistributeOptions:
     """The validated options of `install`.
 
@@ -75,4 +77,6 @@ def install_options(
         meshes = (only,) if not isinstance(only, Collection) or isinstance(only, DeviceMesh) else tuple(only)
         if not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
             raise ArgumentError(f"only: {only!r}; allowed: a DeviceMesh, several, or None")
-    return RedistributeOptions(None, topology, reduction, min_bytes, meshes, bool(costs), bool(spmd_types))
+    return RedistributeOptions(
+        None, topology, reduction, min_bytes, meshes, bool(costs), bool(spmd_types), bool(traced)
+    )

@@ -28,9 +28,12 @@ from ...planner import (
 from ..convert_specs import check_dtype_argument
 from ..executor.call import refuse_unplanned, why_no_data
 from ..executor.choose_algorithm import Reduction
+from ..executor.dispatch_modes import active_modes, is_traced
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from ..statistics import count_ignored_by_dynamo
+from ..traced.redistribution import TRACED_TYPES
 from ..transports.choose_transport import TransportName
-from .local import PLAIN_TENSORS
+from .in_graph import call_in_graph, constant_when_traced, remember
 from .plain_calls import redistribute_plain
 from .redistribute_options import RedistributeOptions, call_options
 from .spmd_distribution import (
@@ -135,14 +138,13 @@ def redistribute_spmd(
 
     Raises:
         ArgumentError: types, a mesh or a shape that do not fit each other; raised before anything is communicated.
-        UnsupportedError: torch.compile is tracing; shards along a mesh dim whose ranks do not ascend; a tensor
+        UnsupportedError: shards along a mesh dim whose ranks do not ascend; a tensor
             subclass; a backend that cannot carry programs; a dtype that cannot be reduced.
         TransportError: a peer died, timed out, or made a different request.
     """
-    if torch.compiler.is_compiling():
-        raise UnsupportedError(
-            "redistribute_spmd: torch.compile is tracing; allowed there: spmd_types.redistribute, one axis at a time"
-        )
+    if torch.compiler.is_dynamo_compiling():
+        call = _remembered(mesh, src, dst, shape, forward_dtype, backward_dtype, transport, topology, reduction)
+        return call_in_graph(x, call)
     try:
         _check(x, mesh, forward_dtype, backward_dtype)
         options = call_options(transport, topology, reduction)
@@ -162,6 +164,34 @@ def redistribute_spmd(
         with without_type_checks():
             refuse_unplanned(error, [mesh] if isinstance(mesh, DeviceMesh) else [])
         raise
+
+
+@constant_when_traced
+def _remembered(
+    mesh: Any,
+    src: Any,
+    dst: Any,
+    shape: Any,
+    forward_dtype: Any,
+    backward_dtype: Any,
+    transport: Any,
+    topology: Any,
+    reduction: Any,
+) -> str:
+    """The call of `redistribute_spmd` with these arguments, for `call_in_graph`."""
+    if transport is not None:
+        count_ignored_by_dynamo("transport")
+    return remember(
+        redistribute_spmd,
+        mesh,
+        src,
+        dst,
+        shape=shape,
+        forward_dtype=forward_dtype,
+        backward_dtype=backward_dtype,
+        topology=topology,
+        reduction=reduction,
+    )
 
 
 class _RedistributeSpmd(torch.autograd.Function):
@@ -190,11 +220,11 @@ class _RedistributeSpmd(torch.autograd.Function):
 
 
 def _check(x: Any, mesh: Any, forward_dtype: Any, backward_dtype: Any) -> None:
-    if type(x) not in PLAIN_TENSORS and not isinstance(x, AsyncCollectiveTensor):
+    if type(x) not in TRACED_TYPES and not isinstance(x, AsyncCollectiveTensor):
         if isinstance(x, torch.Tensor):
             raise UnsupportedError(f"x: a {type(x).__name__}; allowed: a torch.Tensor")
         raise ArgumentError(f"x: {shown(x)}; allowed: a torch.Tensor")
-    if (obstacle := why_no_data(x)) is not None:
+    if not is_traced(x, active_modes()) and (obstacle := why_no_data(x)) is not None:
         raise UnsupportedError(f"x: {obstacle}; allowed: a strided tensor with data")
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
         raise ArgumentError(f"mesh: {shown(mesh)}; allowed: a DeviceMesh with names")

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +24,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Mesh
-from ..executor.dispatch_modes import active_modes, note_decision, why_not_under
-from ..statistics import count_delegation, count_in_dynamo
+from ..executor.dispatch_modes import active_modes, is_traced, note_decision, why_not_under
 from . import redistribute_options
-from .constant_when_traced import constant_when_traced
-from .drop_in import SMALL, backend_obstacle, level_of_reason, why_not_plain
+from .drop_in import SMALL, backend_obstacle, count_left, why_not_plain, why_not_traced
+from .in_graph import call_in_graph, constant_when_traced, remember
 from .local import is_in
 from .plain_calls import mesh_of_group, redistribute_plain
 from .redistribute_options import RedistributeOptions
@@ -201,24 +201,44 @@ def bind_spmd_types(installed: bool) -> None:
             )
             continue
         original = _originals[function] = vars(function)["forward"]
-        function.forward = staticmethod(_forward(original.__func__, request, names))
+        function.forward = staticmethod(_forward(original.__func__, request, names, name))
 
 
-def _forward(original: Callable[..., Any], request: Callable[..., _Collective | str], names: list[str]) -> Callable:
+def _forward(
+    original: Callable[..., Any], request: Callable[..., _Collective | str], names: list[str], name: str
+) -> Callable:
     """The forward of one of the autograd functions. `names` are those of the arguments between the axis and the dtype
     options; spmd_types keeps each under its name for the backward."""
 
+    def in_graph(
+        x: torch.Tensor, group: dist.ProcessGroup, *settings: Any, op_dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> Any:
+        """The result of the forward of a traced tensor, in the dtype that is communicated or in `out_dtype`."""
+        dtypes = SimpleNamespace(op_dtype=op_dtype, out_dtype=out_dtype, async_op=False, backward_options={})
+        out = _carry_out(partial(request, **dict(zip(names, settings, strict=True))), x, group, dtypes)
+        if out is None:
+            ctx = SimpleNamespace(mark_dirty=lambda _: None)
+            out = original(ctx, x.clone() if "inplace" in names else x, group, *settings, dtypes)
+        return out
+
+    in_graph.__name__ = name
+
+    @constant_when_traced
+    def remembered(axis: dist.ProcessGroup, settings: list[Any], op_dtype: torch.dtype, out_dtype: torch.dtype) -> str:
+        return remember(in_graph, axis, *settings, op_dtype=op_dtype, out_dtype=out_dtype)
+
     # Without gradients Dynamo calls a forward without ctx if it has one parameter less than there are arguments.
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            _count_traced()
-            return original(ctx, *args)
         x, axis, *settings, dtypes = args
         if axis.size() == 1:
             return original(ctx, *args)
-        out = _carry_out(partial(request, **dict(zip(names, settings, strict=True))), x, axis, dtypes)
-        if out is None:
-            return original(ctx, *args)
+        if torch.compiler.is_dynamo_compiling():
+            call = remembered(axis, settings, dtypes.op_dtype, dtypes.out_dtype)
+            out: torch.Tensor | None = call_in_graph(x, call)
+        else:
+            out = _carry_out(partial(request, **dict(zip(names, settings, strict=True))), x, axis, dtypes)
+            if out is None:
+                return original(ctx, *args)
         ctx.axis, ctx.backward_options, ctx.rank = axis, dtypes.backward_options, axis.rank()
         for name, value in zip(names, settings, strict=True):
             setattr(ctx, name, value)
@@ -238,14 +258,15 @@ def _carry_out(
     if isinstance(x, AsyncCollectiveTensor):
         x = x.wait()
     request: _Collective | str | None = None
-    reason = why_not_plain(x)
+    modes = active_modes()
+    traced = is_traced(x, modes)
+    reason = why_not_traced(x, options) if traced else why_not_plain(x)
     if reason is None:
         mesh = mesh_of_group(axis)
         request = request_of(x.to(dtypes.op_dtype).detach(), mesh)
-        reason = request if isinstance(request, str) else _why_not(request, mesh, options)
-    modes = active_modes()
+        reason = request if isinstance(request, str) else _why_not(request, mesh, options, traced)
     if modes and reason is None:
-        reason = why_not_under(modes)
+        reason = why_not_under(modes, traced)
     if reason is None:
         assert isinstance(request, _Collective)
         try:
@@ -254,19 +275,19 @@ def _carry_out(
             if async_op and not modes and request.source == "P" and x.dtype == dtypes.op_dtype:
                 given = given.clone()  # a sum reads it when it is waited for, and spmd_types lets callers change it
             out = redistribute_plain(given, mesh, *request[1:4], options, (axis,), async_op)
-            if modes:
+            if modes and not traced:
                 note_decision(modes, None)
             return request.finish(out)
         except UnsupportedError as error:
             reason = str(error)
-    if modes:
+    if modes and not traced:
         note_decision(modes, reason)
     source, target = (request.source, request.target) if isinstance(request, _Collective) else ("its src", "its dst")
-    count_delegation(reason, level_of_reason(reason), source, target, left_to="spmd_types")
+    count_left(reason, modes, source, target, left_to="spmd_types")
     return None
 
 
-def _why_not(request: _Collective, mesh: Mesh, options: RedistributeOptions) -> str | None:
+def _why_not(request: _Collective, mesh: Mesh, options: RedistributeOptions, traced: bool) -> str | None:
     if options.only is not None:
         ranks = mesh.rank_array.tolist()
         mine = [other for other in options.only if is_in(other)]
@@ -275,10 +296,4 @@ def _why_not(request: _Collective, mesh: Mesh, options: RedistributeOptions) -> 
             return _OTHER_AXIS
     if math.prod(request.shape) * request.x.element_size() < options.min_bytes:
         return SMALL
-    return backend_obstacle(request.x.device)
-
-
-@constant_when_traced
-def _count_traced() -> None:
-    """Count a call while torch.compile traces, without adding anything to the graph."""
-    count_in_dynamo(left_to_torch=True)
+    return None if traced else backend_obstacle(request.x.device)

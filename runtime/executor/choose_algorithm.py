@@ -10,16 +10,22 @@ from typing import Literal, cast
 import numpy as np
 
 from ...errors import ArgumentError, shown
-from ...planner import ITEMSIZE, Exchange, Mesh, NodeLayout, Partial, Program, Replicate, Shard, Step, format_bytes
+from ...planner import (
+    ITEMSIZE,
+    Exchange,
+    Mesh,
+    Program,
+    Step,
+    backend_reduction,
+    format_bytes,
+    is_even_all_gather,
+)
 from ..transports.backend_limits import BACKENDS, Rates, WindowPolicy, assumed_node
 from ..transports.base import Capabilities, TwoSidedCapabilities
 from .window_layout import why_not_direct, why_not_pulled, window_bytes
 
 Reduction = Literal["ordered", "fast"]
 REDUCTIONS: tuple[Reduction, ...] = ("ordered", "fast")
-
-
-_REDUCED_BY_BACKENDS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 
 
 @dataclass(frozen=True)
@@ -102,10 +108,10 @@ def choose_algorithm(
     )
     if before == 0 or after == 0:
         return Algorithm("local", "the ranks of this step hold nothing")
-    if reduction == "fast" and (kind := _collective_reduction(program, step, members)):
+    if reduction == "fast" and (kind := backend_reduction(program, step, members)):
         return Algorithm(kind, f'reduction="fast" leaves the order of terms to {processes.backend}', order)
     limits, largest = BACKENDS[processes.backend], max(before, after)
-    if largest <= limits.all_gather and _is_all_gather(step) and _are_even(program, step, members):
+    if largest <= limits.all_gather and is_even_all_gather(program, step, members):
         return Algorithm("all-gather", f"every rank ends with {format_bytes(largest)}, an equal part from each", order)
     if len(step.group) > 1:
         return Algorithm("send and receive", "along several mesh dims a rank has few of the group as peers")
@@ -159,45 +165,6 @@ def window_members(program: Program, step: Step, position: int) -> tuple[int, ..
     if isinstance(step, Exchange) and step.group is None:
         return tuple(range(program.mesh.size))
     return program.members(step, position)
-
-
-def _is_all_gather(step: Exchange) -> bool:
-    """Whether a step makes shards of the group replicated."""
-    if isinstance(step.source, NodeLayout) or isinstance(step.target, NodeLayout):
-        return False
-    before, after = _group_placements(step)
-    return all(isinstance(p, Shard) for p in before) and all(isinstance(p, Replicate) for p in after)
-
-
-def _are_even(program: Program, step: Exchange, members: Sequence[int]) -> bool:
-    """Whether the shards of all members have the same number of elements before a step.
-
-    Each cut leaves the first part at least the average and the last part at most that, so these two are equal only if
-    all are.
-    """
-    first, last = (math.prod(program.shape_before(step, p)) for p in (members[0], members[-1]))
-    return first == last
-
-
-def _collective_reduction(program: Program, step: Exchange, members: Sequence[int]) -> str | None:
-    """The collective of torch.distributed that reduces as a step does; None if there is none."""
-    if isinstance(step.source, NodeLayout) or isinstance(step.target, NodeLayout):
-        return None  # parts of nodes are no shards of a backend's collective
-    before, after = _group_placements(step)
-    if program.dtype not in _REDUCED_BY_BACKENDS or not all(isinstance(p, Partial) for p in before):
-        return None
-    if step.reduce is None or step.reduce.op not in ("sum", "prod"):
-        return None  # max and min depend on no order, and backends may lose NaN
-    if all(isinstance(p, Replicate) for p in after):
-        return "all-reduce"
-    even = len({program.shape_after(step, p) for p in members}) == 1
-    return "reduce-scatter" if even and all(isinstance(p, Shard) for p in after) else None
-
-
-def _group_placements(step: Exchange) -> tuple[list[object], list[object]]:
-    """The placements, before and after a step, of the mesh dims that its group spans."""
-    group = step.group or ()
-    return [step.source.placements[m] for m in group], [step.target.placements[m] for m in group]
 
 
 @dataclass(frozen=True)

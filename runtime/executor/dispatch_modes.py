@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -55,6 +57,7 @@ _MODES: dict[tuple[str, str], str | None] = {
 """Why a mode gets torch's collectives, or None if it gets the operator, by the module and name of its type, so that
 none has to be imported. Subclasses are not included."""
 
+_TRACING = ("FakeTensorMode", "FunctionalTensorMode", "ProxyTorchDispatchMode")
 _c10d: Any = torch.ops._c10d_functional
 _DECISIONS = "shardweave::left_to_torch"
 """A key in the storage of a checkpointed region: the reasons why its redistributions, by index, were left to torch."""
@@ -91,8 +94,8 @@ def below_modes_with_memory() -> AbstractContextManager[Any]:
 
 
 def is_fake() -> bool:
-    """Whether a fake tensor mode is active, outside of torch.compile. Calls and refusals then have no peers."""
-    return under_modes() and detect_fake_mode() is not None
+    """Whether torch.compile is tracing or a fake tensor mode is active. Calls and refusals then have no peers."""
+    return torch.compiler.is_compiling() or (count_dispatch_modes() > 0 and detect_fake_mode() is not None)
 
 
 def refuse_fake_mode() -> None:
@@ -115,22 +118,34 @@ def hidden_from_modes(function: Function) -> Function:
     return hidden  # type: ignore[return-value]
 
 
-def why_not_under(modes: Sequence[Any]) -> str | None:
+def why_not_under(modes: Sequence[Any], traced: bool = False) -> str | None:
     """The reason why torch executes a redistribution under these modes; or None.
+
+    `traced`: it is carried out by torch's functional collectives, which every mode sees.
 
     A recomputed region follows the decisions of its forward, whatever modes are active now, because it can only return
     what was saved then.
     """
     for mode in modes:
-        if isinstance(mode, _CachedTorchDispatchMode):
+        if isinstance(mode, _CachedTorchDispatchMode) and not traced:
             at = _counters(mode)[_DECISIONS]
             return mode.storage.get(_DECISIONS, {}).get(at, f"{_name(mode)} recomputes what torch carried out")
     for mode in reversed(modes):
         kind = type(mode)
-        obstacle = _MODES.get((kind.__module__, kind.__qualname__), UNKNOWN)
-        if obstacle is not None:
+        obstacle = _MODES.get((kind.__module__, kind.__qualname__), None if traced else UNKNOWN)
+        if obstacle is not None and not (traced and _name(mode) in _TRACING):
             return f"{_name(mode)} {obstacle}"
     return None
+
+
+def is_traced(x: torch.Tensor, modes: Sequence[Any]) -> bool:
+    """Whether a tensor is fake, or traced by torch.compile or under these modes."""
+    return (
+        torch.compiler.is_compiling()
+        or isinstance(x, FakeTensor | FunctionalTensor)
+        or torch._is_functional_tensor(x)
+        or any(_name(mode) in _TRACING for mode in modes)
+    )
 
 
 def traces_into_graph(modes: Sequence[Any]) -> bool | None:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardweave.runtime.dtensor.constant_when_traced import constant_when_traced
+from shardweave.runtime.dtensor.in_graph import constant_when_traced
 
 pytestmark = pytest.mark.plan
 
@@ -33,7 +33,10 @@ NAMES = {
     "torch._C._distributed_c10d._register_process_group": "symmetric memory on GPUs: the groups of its windows",
     "torch._C._len_torch_dispatch_stack": "calls under dispatch modes (activation checkpointing, tracing)",
     "torch._guards.CompileContext.try_get": "stats(): what torch.compile traces is counted once",
-    "torch._guards.detect_fake_mode": "the refusal of fake tensors",
+    "torch._guards.detect_fake_mode": "the refusal of fake tensors, and of others beside them",
+    "torch._is_functional_tensor": "the redistribution of traced tensors",
+    "torch._subclasses.functional_tensor.FunctionalTensor": "the redistribution of traced tensors",
+    "torch.distributed.distributed_c10d._world.pg_group_ranks": "the process groups of collectives in graphs",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "meshes read under a fake tensor mode",
     "torch.autograd.profiler._is_profiler_enabled": "ranges in the profiler",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": "results of async_op=True",
@@ -56,9 +59,9 @@ NAMES = {
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "install(costs=True)",
     "torch.distributed.tensor.placement_types._MaskPartial": "embeddings sharded over the vocabulary",
     "torch.distributed.tensor.placement_types._StridedShard": "strided shards: FSDP2 with tensor parallelism",
-    "torch.ops._c10d_functional": "dispatch modes that count torch's collectives",
+    "torch.ops._c10d_functional": "redistributions in graphs, and dispatch modes that count torch's collectives",
     "torch.ops._dtensor.shard_dim_alltoall.default": "dispatch modes that count torch's collectives",
-    "torch._subclasses.fake_tensor.FakeTensor": "token dispatch under FakeTensorMode",
+    "torch._subclasses.fake_tensor.FakeTensor": "traced tensors, and token dispatch under FakeTensorMode",
     "torch.utils._python_dispatch._disable_current_modes": "calls under dispatch modes",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "calls under dispatch modes",
     "torch.utils._pytree.register_pytree_node": "RoutedTokens in torch.compile and activation checkpointing",

@@ -29,13 +29,13 @@ def sharded(requires_grad: bool = False, mesh: DeviceMesh | None = None) -> DTen
 
 def traced(function: Any, *inputs: Any, backward: bool = False, times: int = 1) -> int:
     """How many redistributions are counted when a function is compiled and called a number of times."""
-    before = shardweave.stats().delegations[TRACED]
+    before = shardweave.stats().traced.total()
     compiled = torch.compile(function, backend="aot_eager")
     for _ in range(times):
         result = compiled(*inputs)
         if backward:
             (result.to_local() if isinstance(result, DTensor) else result).sum().backward()
-    return shardweave.stats().delegations[TRACED] - before
+    return shardweave.stats().traced.total() - before
 
 
 def there_and_back(x: DTensor, times: int = 2) -> DTensor:
@@ -63,7 +63,10 @@ def counted_once(rank: int) -> None:
     assert traced(lambda a, b: (a + b.redistribute(placements=R)).sin(), x, w, backward=True) == 2  # one is implicit
     assert traced(broken, w, backward=True) == 4
     assert traced(recomputed, w, backward=True) == 4
-    assert set(shardweave.stats().delegations) == {TRACED}
+    assert not shardweave.stats().delegations
+    shardweave.install(traced=False)
+    torch._dynamo.reset()
+    assert traced(there_and_back, x) == 0 and shardweave.stats().delegations == {TRACED: 4}
 
 
 def test_each_redistribution_of_a_graph_is_counted_once() -> None:
@@ -72,7 +75,7 @@ def test_each_redistribution_of_a_graph_is_counted_once() -> None:
 
 def reset_in_between(rank: int) -> None:
     stats, x = shardweave.stats(), sharded()
-    shardweave.install(min_bytes=1 << 20)
+    shardweave.install(min_bytes=1 << 20, traced=False)
     compiled = torch.compile(there_and_back, backend="aot_eager")
     compiled(x)
     x.redistribute(placements=R)
@@ -81,9 +84,10 @@ def reset_in_between(rank: int) -> None:
         stats.reset()
         compiled(x)
         assert stats.delegations == {TRACED: 4} and "    4  torch.compile is tracing" in str(stats)
-    assert traced(broken, x) == 2  # counted on
+    shardweave.install()
+    assert traced(broken, x) == 2
     stats.reset()
-    assert stats.delegations == {TRACED: 6}
+    assert stats.delegations == {TRACED: 4} and stats.traced.total() == 2
 
 
 def test_reset_keeps_what_is_in_graphs() -> None:
@@ -92,16 +96,16 @@ def test_reset_keeps_what_is_in_graphs() -> None:
 
 def own_function(rank: int, installed: bool) -> None:
     def function(x: DTensor) -> DTensor:
-        y = shardweave.redistribute(x, R, reduction="ordered").sin()
+        y = shardweave.redistribute(x, R, transport="process_group").sin()
         torch._dynamo.graph_break()
         return shardweave.redistribute(y, S0)
 
     if installed:
         shardweave.install()
     assert traced(function, sharded()) == 2
-    assert shardweave.stats().ignored == {"reduction": 1}
+    assert shardweave.stats().ignored == {"transport": 1}
     shardweave.stats().reset()
-    assert shardweave.stats().ignored == {"reduction": 1}
+    assert shardweave.stats().ignored == {"transport": 1}
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -118,7 +122,7 @@ def of_spmd_types(rank: int) -> None:
 
     shardweave.install(spmd_types=True)
     assert traced(function, torch.randn(4, 3)) == 2
-    assert not shardweave.stats().calls  # without a graph break shardweave has no part in the call
+    assert not shardweave.stats().calls and not shardweave.stats().delegations
 
 
 @pytest.mark.skipif(find_spec("spmd_types") is None, reason="spmd_types is not installed")
@@ -137,7 +141,7 @@ dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 x = distribute_tensor(torch.randn(8, 4), init_device_mesh("cpu", (4,)), [Shard(0)]).requires_grad_()
 shardweave.install()
 torch.compile(lambda x: x.redistribute(placements=[Replicate()]).sin())(x).to_local().sum().backward()
-print(shardweave.stats().delegations["torch.compile is tracing"])
+print(shardweave.stats().traced.total())
 """
 
 

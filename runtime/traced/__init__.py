@@ -1,0 +1,1 @@
+"""Programs as graphs: a redistribution of a traced tensor in torch's operators and functional collectives."""
