@@ -128,7 +128,7 @@ class _TracedStep:
             return self._reduce_scatter(x)
         if kind == "all-gather":
             return self._all_gather(x)
-        received = {} if kind is None else self._all_to_all(x)
+        received, buffer = ({}, None) if kind is None else self._all_to_all(x)
         pieces = []
         for index, row in enumerate(self.incoming):
             terms = [
@@ -138,12 +138,17 @@ class _TracedStep:
             ]
             pieces.append(self._piece(row, self._reduced(terms, row, x)))
         out = self._put_together(pieces, x)
+        if buffer is not None and not received:
+            # The result depends on the exchange although this rank receives nothing, or torch would remove it from the
+            # graph, or move it to another, on this rank alone.
+            return torch.cat([out.reshape(-1), buffer]).view(out.shape)
         if len(pieces) == 1 and self.step.reduce is None and self.incoming[0].senders[0] == self.me:
             out = out.clone(memory_format=torch.contiguous_format)  # a view of the input
         return out
 
-    def _all_to_all(self, x: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
-        """Exchange boxes. The values by the index of the row in `incoming` and that of the contributor."""
+    def _all_to_all(self, x: torch.Tensor) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor]:
+        """Exchange boxes. The values by the index of the row in `incoming` and that of the contributor, and the buffer
+        that they are in."""
         assert self.collective is not None
         sent: list[torch.Tensor] = []
         sent_sizes: list[Size] = []
@@ -162,7 +167,10 @@ class _TracedStep:
             sent_sizes.append(sum(box.numel() for box in boxes))
             places += arriving
             received_sizes.append(sum(math.prod(extent) for _, extent in arriving))
-        message = torch.cat(sent) if len(sent) > 1 else sent[0].contiguous() if sent else x.new_empty(0)
+        # A message without elements is a slice of `x` too: what does not depend on gradients, torch would move from the
+        # backward graph to the forward, on this rank alone.
+        nothing = x.reshape(1)[:0] if x.ndim == 0 else x.narrow(0, 0, 0).reshape(-1)
+        message = torch.cat(sent) if len(sent) > 1 else sent[0].contiguous() if sent else nothing
         width = 1 if message.dtype in _SENT_AS_THEY_ARE else message.element_size()
         splits = [[n * width for n in sizes] for sizes in (received_sizes, sent_sizes)]
         name = self.collective.group.name
@@ -173,7 +181,7 @@ class _TracedStep:
             size = math.prod(extent)
             values[place] = (buffer if len(places) == 1 else buffer.narrow(0, at, size)).view(extent)
             at = at + size
-        return values
+        return values, buffer
 
     def _all_gather(self, x: torch.Tensor) -> torch.Tensor:
         assert self.collective is not None
