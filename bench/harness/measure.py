@@ -18,7 +18,11 @@ from shardweave.bench.harness.result_file import Missing, Results, Row
 Put = Callable[[str, Row | Missing], None]  # with "rows", "absent" or "faults"
 
 
-INSTALL = {"torchao": "pip install torchao==0.18.0", "torchtitan": "pip install torchtitan==0.3.0"}
+INSTALL = {
+    "autoparallel": "pip install git+https://github.com/meta-pytorch/autoparallel@a54c252",
+    "torchao": "pip install torchao==0.18.0",
+    "torchtitan": "pip install torchtitan==0.3.0",
+}
 
 
 class Sink:
