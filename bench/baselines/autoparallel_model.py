@@ -44,7 +44,7 @@ SEQUENCES, LENGTH, VOCABULARY = 8, 64, 256
 SIZES = {"dim": 128, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCABULARY, "max_seq_len": LENGTH}
 SLOWER = 1000  # than an H100 is what the solver computes with; on a faster GPU a small model is not worth sharding
 TOLERANCE = 1e-5  # of the largest element of a gradient, and of the loss; float32
-SIDES = {
+SIDES: dict[str, dict[str, Any] | None] = {
     "torch": None,
     "install()": {},
     'install(reduction="fast")': {"reduction": "fast"},
@@ -94,7 +94,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     models = import_module("autoparallel._testing.models.llama3")
     # The attention of CPUs that is one operator has no strategy but to replicate everything.
     models.ScaledDotProductAttention.backends = [SDPBackend.MATH]
-    limits = import_module("autoparallel.cost_models.compute_estimation")
+    limits: Any = import_module("autoparallel.cost_models.compute_estimation")
     (gpu,) = (limit for limit in limits.DEVICE_LIMITS if limit.name == "H100")
     slow = replace(
         gpu,
@@ -168,7 +168,7 @@ def _applied(solver: Any, solution: Any, side: str) -> tuple[torch.nn.Module, di
     return parallel, {"traced": dict(stats.traced - traced), "delegations": dict(stats.delegations - delegations)}
 
 
-def _sharded(whole: torch.Tensor, like: DTensor, mesh: DeviceMesh) -> DTensor:
+def _sharded(whole: torch.Tensor, like: Any, mesh: DeviceMesh) -> DTensor:
     """A tensor that every rank has, placed like another. Nothing is communicated."""
     replicated = DTensor.from_local(whole, mesh, (Replicate(),) * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=like.placements)
@@ -189,7 +189,8 @@ def _step(
         loss = _loss(model, tokens)
     with backward:
         loss.backward()
-    results = {name: p.grad.to_local() for name, p in model.named_parameters()}
+    gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    results = {name: gradient.to_local() for name, gradient in gradients.items()}
     results["loss"] = loss.detach().clone()
     dist.all_reduce(results["loss"], group=mesh.get_group("dp"))
     return results, {
@@ -262,11 +263,11 @@ def compare(out: Path | None = None) -> int:
     return int(bool(wrong))
 
 
-_ABOUT = f"""autoparallel, written for commit a54c252, places its own Llama 3 on a {"×".join(map(str, SHAPE))} mesh of CPU
-ranks with gloo: {SIZES["n_layers"]} layer of width {SIZES["dim"]}, {SIZES["n_heads"]} heads, vocabulary {VOCABULARY},
-float32, {SEQUENCES} sequences of {LENGTH} tokens. Every parameter is in {SHAPE[0] * SHAPE[1]} shards, and the output is
-sharded by sequences. Its cost model computes with a GPU {SLOWER} times slower than an H100. Rank 0 solves, and the others
-load its solution.
+_ABOUT = f"""\
+autoparallel, written for commit a54c252, places its own Llama 3 on a {SHAPE[0]}×{SHAPE[1]} mesh of CPU ranks with gloo:
+{SIZES["n_layers"]} layer of width {SIZES["dim"]}, {SIZES["n_heads"]} heads, vocabulary {VOCABULARY}, float32,
+{SEQUENCES} sequences of {LENGTH} tokens. Every parameter is in {SHAPE[0] * SHAPE[1]} shards, the output is sharded by
+sequences. The solver computes with a GPU {SLOWER} times slower than an H100. Rank 0 solves; others load its solution.
 
 Each side applies the solution with its own redistributions, and runs one step of the forward and backward graph that
 torch makes of it. Collectives are counted while they run, with the gathers that autoparallel repeats in backward; bytes
