@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels import reduce_terms
-from ...planner import FILL, Exchange, Program, Row, Step, backend_reduction, is_even_all_gather
+from ...planner import FILL, Exchange, NodeLayout, Program, Row, Step, backend_reduction, is_even_all_gather
 from .boxes import Piece, Size, extent_of, put_together, read_box
 
 _c10d: Any = torch.ops._c10d_functional
@@ -60,12 +60,12 @@ class Collective(NamedTuple):
 
 
 def collectives_of(
-    program: Program, find_group: Callable[[Exchange, tuple[int, ...]], Group], reduction: str
+    program: Program, find_group: Callable[[tuple[int, ...] | None], Group], reduction: str
 ) -> list[Collective | None]:
     """The collective of each step of this rank's program; None for steps without one.
 
     Args:
-        find_group: a process group with these ranks, which exchange in a step, and possibly with others of the mesh.
+        find_group: a process group with these ranks, and possibly with others of the program; None: with all of them.
         reduction: "ordered" or "fast".
 
     Raises:
@@ -74,14 +74,15 @@ def collectives_of(
     (position,) = program.ranks
     chosen: list[Collective | None] = []
     for number, step in enumerate(program.steps):
-        members = program.members(step, position)
-        if not isinstance(step, Exchange) or (step.group is not None and len(members) == 1):
+        if not isinstance(step, Exchange):
             chosen.append(None)
             continue
-        ranks = tuple(map(program.mesh.rank_at, members))
-        group = find_group(step, ranks)
+        members = program.members(step, position)
+        # Between meshes, and for parts of nodes, each rank has members of its own: all ranks of the program take part.
+        alike = step.group is not None and not any(isinstance(x, NodeLayout) for x in (step.source, step.target))
+        group = find_group(tuple(map(program.mesh.rank_at, members)) if alike else None)
         kind = None
-        if step.group is not None and sorted(group.ranks) == sorted(ranks):
+        if alike and len(group.ranks) == len(members):
             if reduction == "fast":
                 kind = backend_reduction(program, step, members)
             if kind is None and is_even_all_gather(program, step, members):
