@@ -76,6 +76,9 @@ def test_plan_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
         assert ", rank 5\n" in capsys.readouterr().out
 
 
+RESULTS = Path(command_line.__file__).parent / "bench/results/intel-r-xeon-r-processor-2-cores/quick.json"
+
+
 @pytest.mark.parametrize(
     ("redirection", "status", "error"),
     [
@@ -84,7 +87,9 @@ def test_plan_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "arguments", ["plan --mesh 64 --shape 8192,64 S0 S1 --json", "doctor", "dispatch --help"], ids=lambda text: text[:8]
+    "arguments",
+    ["plan --mesh 64 --shape 8192,64 S0 S1 --json", f"compare {RESULTS} {RESULTS}", "dispatch --help"],
+    ids=lambda text: text.split()[0],
 )
 def test_output_that_cannot_be_written(arguments: str, redirection: str, status: int, error: str) -> None:
     """Whether a command prints text or tables, or its help."""
