@@ -40,9 +40,11 @@ def one(**given) -> DispatchConfig:
     [
         ({"num_experts": 0}, "num_experts: 0"),
         ({"top_k": 33}, "top_k: 33"),
+        ({"top_k": 5}, "top_k: 5 of 4 experts; allowed: up to 4"),
         ({"align": 0}, "align: 0"),
         ({"max_tokens": True}, "max_tokens: True"),
         ({"dtype": torch.float64}, "dtype: torch.float64"),
+        ({"dtype": "bf16"}, "dtype: 'bf16'; allowed: torch.float32, torch.bfloat16, torch.float16"),
         ({"overflow": "ignore"}, "overflow: 'ignore'; allowed: 'raise', 'drop'"),
         ({"layout": "ragged"}, "layout: 'ragged'"),
         ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'fixed'"),
