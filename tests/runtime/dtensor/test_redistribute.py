@@ -338,6 +338,19 @@ def test_tensors_outlive_their_process_group() -> None:
     run_ranks(several_process_groups, 2)
 
 
+def another_dtype_than_in_the_spec(rank: int, transport: str) -> None:
+    """As FSDP2 makes DTensors of cast parameters that it reshards to fewer ranks after forward."""
+    x = distribute_tensor(torch.arange(48.0).view(8, 6), init_device_mesh("cpu", (2,)), [Shard(0)])
+    cast = DTensor(x._local_tensor.bfloat16(), x._spec, requires_grad=False)
+    y = shardweave.redistribute(cast, [Replicate()], transport=transport)
+    assert y.to_local().equal(torch.arange(48.0).view(8, 6).bfloat16())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_local_tensors_of_another_dtype_than_the_spec(transport: str) -> None:
+    run_ranks(another_dtype_than_in_the_spec, 2, transport)
+
+
 def layouts_in_other_forms(rank: int, transport: str) -> None:
     mesh, x = init_device_mesh("cpu", (2, 2)), whole_tensor((8, 6), torch.float32)
     source, on = make(x, mesh, (Shard(0), Shard(1)), {}), "float32[8, 6] on 2×2"
