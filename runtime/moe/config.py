@@ -136,8 +136,6 @@ class DispatchConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(f"{name}: {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
-        if self.top_k > self.num_experts:
-            raise ArgumentError(f"top_k: {self.top_k} of {self.num_experts} experts; allowed: up to {self.num_experts}")
         if self.dtype not in PAYLOADS:
             raise ArgumentError(f"dtype: {shown(self.dtype)}; allowed: torch.float32, torch.bfloat16, torch.float16")
         for name in ("zero_rows", "two_level", "dedupe"):

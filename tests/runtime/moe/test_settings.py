@@ -40,7 +40,6 @@ def one(**given) -> DispatchConfig:
     [
         ({"num_experts": 0}, "num_experts: 0"),
         ({"top_k": 33}, "top_k: 33"),
-        ({"top_k": 5}, "top_k: 5 of 4 experts; allowed: up to 4"),
         ({"align": 0}, "align: 0"),
         ({"max_tokens": True}, "max_tokens: True"),
         ({"dtype": torch.float64}, "dtype: torch.float64"),
