@@ -15,7 +15,8 @@ def groups_of_mesh(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """The process groups of a mesh that this rank is in: of its dims, and of flattened dims of its root mesh, which
     torch makes for all ranks. None where the mesh was made without process groups."""
     try:
-        groups = mesh.get_all_groups()
+        # Of a mesh in a function that torch.compile traces, torch allows only some methods.
+        groups = [mesh.get_group(m) for m in range(mesh.ndim)]
     except RuntimeError:
         return []
     root = mesh._get_root_mesh()
