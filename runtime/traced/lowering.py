@@ -51,12 +51,10 @@ class Collective(NamedTuple):
     Attributes:
         kind: "all-to-all", "all-gather", "reduce-scatter" or "all-reduce".
         group: of which some ranks may send and receive nothing.
-        step: the number of the step in the program.
     """
 
     kind: str
     group: Group
-    step: int
 
 
 def collectives_of(
@@ -73,7 +71,7 @@ def collectives_of(
     """
     (position,) = program.ranks
     chosen: list[Collective | None] = []
-    for number, step in enumerate(program.steps):
+    for step in program.steps:
         if not isinstance(step, Exchange):
             chosen.append(None)
             continue
@@ -87,7 +85,7 @@ def collectives_of(
                 kind = backend_reduction(program, step, members)
             if kind is None and is_even_all_gather(program, step, members):
                 kind = "all-gather"
-        chosen.append(Collective(kind or "all-to-all", group, number))
+        chosen.append(Collective(kind or "all-to-all", group))
     return chosen
 
 
@@ -144,8 +142,8 @@ class _TracedStep:
             # graph, or move it to another, on this rank alone.
             return torch.cat([out.reshape(-1), buffer]).view(out.shape)
         if len(pieces) == 1 and self.step.reduce is None and self.incoming[0].senders[0] == self.me:
-            out = out.clone(memory_format=torch.contiguous_format)  # a view of the input
-        return out
+            return out.clone(memory_format=torch.contiguous_format)  # a view of the input
+        return out.contiguous()
 
     def _all_to_all(self, x: torch.Tensor) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor]:
         """Exchange boxes. The values by the index of the row in `incoming` and that of the contributor, and the buffer
@@ -188,14 +186,7 @@ class _TracedStep:
         assert self.collective is not None
         ranks, name = self.collective.group.ranks, self.collective.group.name
         gathered = _sent(x.contiguous(), lambda y: _c10d.all_gather_into_tensor(y, len(ranks), name))
-        rows = {row.senders[0]: row for row in self.incoming}
-        order = [rows[self._positions[rank]] for rank in ranks if self._positions[rank] in rows]
-        starts = [row.target_start for row in order]
-        whole = list(self.axes) == list(range(x.ndim)) and len(order) == len(self.incoming) == len(ranks)
-        whole = whole and all(
-            row.target_step == [1] * x.ndim and tuple(row.extent) == self.held_before for row in order
-        )
-        if whole and starts == [[i * self.held_before[0], *[0] * (x.ndim - 1)] for i in range(len(ranks))]:
+        if self._are_slices([row for rank in ranks for _, row in self._rows_between(self._positions[rank], self.me)]):
             return gathered
         shards = dict(zip(ranks, gathered.chunk(len(ranks)), strict=True))
         rank_at = self.program.mesh.rank_at
@@ -222,6 +213,16 @@ class _TracedStep:
         terms = self._put_together([self._piece(row, self._read(x, row)) for row in self.incoming], x)
         return self._divided(
             _c10d.wait_tensor(_c10d.all_reduce(terms.contiguous(), self._backend_op, self.collective.group.name))
+        )
+
+    def _are_slices(self, rows: Sequence[Row]) -> bool:
+        """Whether the rows are whole shards that follow each other along the first tensor dim of the output."""
+        ndim, length = len(self.held_before), self.held_before[0]
+        return list(self.axes) == list(range(ndim)) and all(
+            tuple(row.extent) == self.held_before
+            and row.target_step == [1] * ndim
+            and row.target_start == [number * length, *[0] * (ndim - 1)]
+            for number, row in enumerate(rows)
         )
 
     @property
