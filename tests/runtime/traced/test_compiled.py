@@ -54,6 +54,10 @@ def redistributed(rank: int, backend: str, shapes: list[tuple[int, ...]]) -> Non
     for shape in shapes:
         x = sharded(mesh, shape)
         for arguments in ARGUMENTS:  # without install(), too
+            if torch.__version__ < "2.12" and ("shard_order" in arguments or "@" in arguments["placements"]):
+                with pytest.raises(Exception, match="drops it from DTensors in graphs"):
+                    check(lambda x, given=arguments: shardweave.redistribute(x * 2, **given), x, backend)
+                continue
             check(lambda x, given=arguments: shardweave.redistribute(x * 2, **given), x, backend)
         with shardweave.installed():
             for placements in ((S1, S0), (R, S0), (S0, S0), (R, R)):
