@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
@@ -134,7 +136,7 @@ def redistribute(
             out._local_tensor.copy_(redistribute_forward(dtensor, args)._local_tensor)
             return out
         result = redistribute_with_gradient(dtensor, args) if differentiable else redistribute_forward(dtensor, args)
-        if torch.compiler.is_compiling():
+        if type(result._local_tensor) in (FakeTensor, FunctionalTensor):
             _check_kept_in_graphs(result)
         return result
     except (ArgumentError, UnsupportedError) as error:
@@ -171,7 +173,7 @@ def _remembered(
 def _check_kept_in_graphs(result: DTensor) -> None:
     """
     Raises:
-        UnsupportedError: torch gives DTensors in graphs the default shard order (2.11), and that of `result` is another.
+        UnsupportedError: torch gives DTensors in graphs the default shard order (2.11), and `result` has another.
     """
     _, context = result.__tensor_flatten__()
     inner = {"_local_tensor": result._local_tensor}
