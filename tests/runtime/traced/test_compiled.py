@@ -85,6 +85,8 @@ def batches_and_local_tensors(rank: int) -> None:
     assert all(
         a.placements == b.placements and a.to_local().equal(b.to_local()) for a, b in zip(got, want, strict=True)
     )
+    if torch.__version__ < "2.12":  # specs are no constants for its Dynamo
+        return
     source, target = x._spec, sharded(mesh, (13, 6), (S0, S0))._spec
 
     def ordered(local: torch.Tensor) -> torch.Tensor:
