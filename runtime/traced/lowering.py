@@ -143,8 +143,8 @@ class _TracedStep:
             # graph, or move it to another, on this rank alone.
             return torch.cat([out.reshape(-1), buffer]).view(out.shape)
         if len(pieces) == 1 and self.step.reduce is None and self.incoming[0].senders[0] == self.me:
-            out = out.clone(memory_format=torch.contiguous_format)  # a view of the input
-        return out
+            return out.clone(memory_format=torch.contiguous_format)  # a view of the input
+        return out.contiguous()  # sums and concatenations keep the order in memory of a term that is a view
 
     def _all_to_all(self, x: torch.Tensor) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor]:
         """Exchange boxes. The values by the index of the row in `incoming` and that of the contributor, and the buffer
@@ -199,7 +199,7 @@ class _TracedStep:
         shards = dict(zip(ranks, gathered.chunk(len(ranks)), strict=True))
         rank_at = self.program.mesh.rank_at
         pieces = [self._piece(row, self._read(shards[rank_at(row.senders[0])], row)) for row in self.incoming]
-        return self._put_together(pieces, x)
+        return self._put_together(pieces, x).contiguous()
 
     def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         assert self.collective is not None
