@@ -148,10 +148,10 @@ def train(arguments: list[str], on_shardweave: bool, port: str) -> tuple[Any, ..
     shardweave.stats().reset()
     trainer = ConfigManager().parse_args(arguments).build()
     for part in trainer.model_parts:
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        if on_shardweave:
+        sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        if on_shardweave and sharded:
             shardweave.adapt_fsdp(part)
     losses: list[float] = []
     log = trainer.metrics_processor.log

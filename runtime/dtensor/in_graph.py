@@ -6,10 +6,12 @@ AOTAutograd runs the call when it traces the graph, and records the operators in
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -20,10 +22,15 @@ def constant_when_traced(function: F) -> F:
     """Have torch.compile run a function while it traces, and take its result for a constant.
 
     As `torch.compiler.assume_constant_result`, without the import of torch._dynamo, which takes longer than
-    shardweave's.
+    shardweave's. The function gets meshes and process groups themselves, in place of Dynamo's stand-ins.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+
+    @wraps(function)
+    def of_real_objects(*args: Any) -> object:
+        return function(*(x.real_obj if isinstance(x, FakeScriptObject) else x for x in args))
+
+    of_real_objects._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return of_real_objects  # type: ignore[return-value]
 
 
 def remember(function: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> str:
