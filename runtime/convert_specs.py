@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types as torch_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ArgumentError, UnsupportedError, shown, with_prefix
 from ..planner import ITEMSIZE, Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard, resolve_layout
@@ -25,7 +25,7 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """The planner's mesh of the same shape, names and ranks of the default process group."""
     mesh = _meshes.get(device_mesh)
     if mesh is None:
-        with unset_fake_temporarily():  # under a fake tensor mode the mesh's rank table could not be read
+        with _disable_current_modes():  # under those of a tracer the mesh's rank table could not be read
             table = device_mesh.mesh
             mesh = Mesh(tuple(table.shape), device_mesh.mesh_dim_names, table.flatten().tolist())
         _meshes[device_mesh] = mesh

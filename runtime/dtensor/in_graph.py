@@ -6,7 +6,6 @@ AOTAutograd runs the call when it traces the graph, and records the operators in
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -22,15 +21,10 @@ def constant_when_traced(function: F) -> F:
     """Have torch.compile run a function while it traces, and take its result for a constant.
 
     As `torch.compiler.assume_constant_result`, without the import of torch._dynamo, which takes longer than
-    shardweave's. The function gets meshes and process groups themselves, in place of Dynamo's stand-ins.
+    shardweave's.
     """
-
-    @wraps(function)
-    def of_real_objects(*args: Any) -> object:
-        return function(*(x.real_obj if isinstance(x, FakeScriptObject) else x for x in args))
-
-    of_real_objects._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return of_real_objects  # type: ignore[return-value]
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def remember(function: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> str:
@@ -40,6 +34,7 @@ def remember(function: Callable[..., torch.Tensor], *arguments: Any, **options: 
     Equal calls have equal texts in all processes, so that graphs in torch's caches keep their meaning.
     """
     torch.compiler.allow_in_graph(call_in_graph)
+    arguments, options = tuple(map(_real, arguments)), {name: _real(value) for name, value in options.items()}
     values = [*arguments, *(part for option in sorted(options.items()) for part in option)]
     text = ", ".join([function.__name__, *map(_text, values)])
     _calls[text] = lambda x: function(x, *arguments, **options)
@@ -51,6 +46,11 @@ def call_in_graph(x: torch.Tensor, text: str) -> torch.Tensor:
     return _calls[text](x)
 
 
+def _real(value: Any) -> Any:
+    """The mesh or process group for which Dynamo passes a stand-in."""
+    return value.real_obj if isinstance(value, FakeScriptObject) else value
+
+
 def _text(value: Any) -> str:
     """`repr`, which for meshes and process groups does not say which ranks they have."""
     if isinstance(value, dist.ProcessGroup):
@@ -58,4 +58,6 @@ def _text(value: Any) -> str:
     if isinstance(value, DeviceMesh):
         groups = value.get_all_groups() if value.get_coordinate() is not None else []
         return f"{value!r} of {list(map(_text, groups))}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_text(key)}: {item!r}' for key, item in value.items())}}}"
     return repr(value)

@@ -175,7 +175,9 @@ class _TracedStep:
             sent += [box.reshape(-1) for box in boxes]
             sent_sizes.append(sum(box.numel() for box in boxes))
             places += arriving
-            received_sizes.append(sent_sizes[-1] if peer == self.me else sum(math.prod(extent) for _, extent in arriving))
+            received_sizes.append(
+                sent_sizes[-1] if peer == self.me else sum(math.prod(extent) for _, extent in arriving)
+            )
         # Every message depends on `x`, those without elements of it too: what does not depend on gradients, torch would
         # move from the backward graph to the forward, on this rank alone.
         if kept is not None or not sent:
