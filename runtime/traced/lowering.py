@@ -127,7 +127,8 @@ class _TracedStep:
             return self._reduce_scatter(x)
         if kind == "all-gather":
             return self._all_gather(x)
-        received, buffer = ({}, None) if kind is None else self._all_to_all(x)
+        receives = any(sender not in (self.me, FILL) for row in self.incoming for sender in row.senders)
+        received = self._all_to_all(x)[0] if kind is not None and receives else {}
         pieces = []
         for index, row in enumerate(self.incoming):
             terms = [
@@ -137,17 +138,23 @@ class _TracedStep:
             ]
             pieces.append(self._piece(row, self._reduced(terms, row, x)))
         out = self._put_together(pieces, x)
-        if buffer is not None and not received:
-            # The result depends on the exchange although this rank receives nothing, or torch would remove it from the
-            # graph, or move it to another, on this rank alone.
-            return torch.cat([out.reshape(-1), buffer]).view(out.shape)
+        if kind is not None and not receives:
+            # What this rank keeps goes through the exchange, so that the result depends on it. Else torch would remove
+            # the exchange from the graph, or move it, on this rank alone.
+            return self._all_to_all(x, out)[1].view(out.shape)
         if len(pieces) == 1 and self.step.reduce is None and self.incoming[0].senders[0] == self.me:
             return out.clone(memory_format=torch.contiguous_format)  # a view of the input
-        return out.contiguous()
+        return out.contiguous()  # sums and concatenations keep the order in memory of a term that is a view
 
-    def _all_to_all(self, x: torch.Tensor) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor]:
-        """Exchange boxes. The values by the index of the row in `incoming` and that of the contributor, and the buffer
-        that they are in."""
+    def _all_to_all(
+        self, x: torch.Tensor, kept: torch.Tensor | None = None
+    ) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor]:
+        """Exchange boxes, and send `kept` to this rank itself.
+
+        Returns:
+            The values by the index of the row in `incoming` and that of the contributor, and the buffer that they are
+            in, or that has the elements of `kept`.
+        """
         assert self.collective is not None
         sent: list[torch.Tensor] = []
         sent_sizes: list[Size] = []
@@ -156,7 +163,9 @@ class _TracedStep:
         for rank in self.collective.group.ranks:
             peer = self._positions.get(rank)
             boxes, arriving = [], []
-            if peer is not None and peer != self.me:
+            if peer == self.me:
+                boxes = [] if kept is None else [kept]
+            elif peer is not None:
                 boxes = [self._read(x, row) for _, row in self._rows_between(self.me, peer)]
                 arriving = [
                     ((self._index_of[id(row)], number), extent_of(row.extent, self.axes, self.scale))
@@ -165,11 +174,14 @@ class _TracedStep:
             sent += [box.reshape(-1) for box in boxes]
             sent_sizes.append(sum(box.numel() for box in boxes))
             places += arriving
-            received_sizes.append(sum(math.prod(extent) for _, extent in arriving))
-        # A message without elements is a slice of `x` too: what does not depend on gradients, torch would move from the
-        # backward graph to the forward, on this rank alone.
-        nothing = x.reshape(1)[:0] if x.ndim == 0 else x.narrow(0, 0, 0).reshape(-1)
-        message = torch.cat(sent) if len(sent) > 1 else sent[0].contiguous() if sent else nothing
+            received_sizes.append(
+                sent_sizes[-1] if peer == self.me else sum(math.prod(extent) for _, extent in arriving)
+            )
+        # Every message depends on `x`, those without elements of it too: what does not depend on gradients, torch would
+        # move from the backward graph to the forward, on this rank alone.
+        if kept is not None or not sent:
+            sent.append(x.reshape(1)[:0] if x.ndim == 0 else x.narrow(0, 0, 0).reshape(-1))
+        message = torch.cat(sent) if len(sent) > 1 else sent[0].contiguous()
         width = 1 if message.dtype in _SENT_AS_THEY_ARE else message.element_size()
         splits = [[n * width for n in sizes] for sizes in (received_sizes, sent_sizes)]
         name = self.collective.group.name
@@ -191,7 +203,7 @@ class _TracedStep:
         shards = dict(zip(ranks, gathered.chunk(len(ranks)), strict=True))
         rank_at = self.program.mesh.rank_at
         pieces = [self._piece(row, self._read(shards[rank_at(row.senders[0])], row)) for row in self.incoming]
-        return self._put_together(pieces, x)
+        return self._put_together(pieces, x).contiguous()
 
     def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         assert self.collective is not None

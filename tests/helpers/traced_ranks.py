@@ -92,7 +92,7 @@ def graph_of_autograd(function: Callable[[torch.Tensor], torch.Tensor], x: torch
     return graphs[0] if graphs else graph_of(function, x)  # AOTAutograd compiles nothing that returns its input
 
 
-def collectives_in(graph: GraphModule, groups: Groups) -> list[tuple[str, tuple[int, ...], int]]:
+def collectives_in(graph: GraphModule, groups: Groups, rank: int) -> list[tuple[str, tuple[int, ...], int]]:
     """The collectives of a graph in its order: the operator, the ranks, and the bytes that this rank receives."""
     found = []
     for node in graph.graph.nodes:
@@ -101,7 +101,7 @@ def collectives_in(graph: GraphModule, groups: Groups) -> list[tuple[str, tuple[
             continue
         sent, ranks = node.args[0].meta["val"], groups[node.args[-1]]
         received = {
-            "all_to_all_single": lambda node=node: sum(node.args[1]),
+            "all_to_all_single": lambda node=node, ranks=ranks: sum(node.args[1]) - node.args[1][ranks.index(rank)],
             "all_gather_into_tensor": lambda sent=sent, ranks=ranks: (len(ranks) - 1) * sent.numel(),
         }
         found.append((name, ranks, received[name]() * sent.element_size() if name in received else 0))

@@ -34,6 +34,7 @@ NAMES = {
     "torch._C._len_torch_dispatch_stack": "calls under dispatch modes (activation checkpointing, tracing)",
     "torch._guards.CompileContext.try_get": "stats(): what torch.compile traces is counted once",
     "torch._guards.detect_fake_mode": "the refusal of fake tensors, and of others beside them",
+    "torch._library.fake_class_registry.FakeScriptObject": "meshes and process groups that Dynamo passes on",
     "torch._is_functional_tensor": "the redistribution of traced tensors",
     "torch._subclasses.functional_tensor.FunctionalTensor": "the redistribution of traced tensors",
     "torch.distributed.distributed_c10d._world.pg_group_ranks": "the process groups of collectives in graphs",

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -519,3 +520,21 @@ def two_backward_passes(rank: int) -> None:
 
 def test_recomputation_in_two_backward_passes() -> None:
     run_ranks(two_backward_passes, 2)
+
+
+def traced_on_part_of_a_mesh(rank: int) -> None:
+    """What first reads the ranks of a mesh is a tracer."""
+    shardweave.install()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(x, mesh, [S0]).redistribute(placements=[R]).to_local()
+
+    x = torch.full((2, 3), float(rank))
+    graph = make_fx(gathered, tracing_mode="fake")(x)
+    assert shardweave.stats().traced.total() == 1 and not shardweave.stats().delegations
+    assert graph(x).equal(gathered(x))
+
+
+def test_make_fx_on_part_of_a_mesh() -> None:
+    run_ranks(traced_on_part_of_a_mesh, 4)

@@ -58,7 +58,7 @@ class Request:
         for rank, (got, want) in enumerate(zip(run_together(graphs, self.locals, groups), wanted, strict=True)):
             assert got.shape == want.shape and got.dtype == want.dtype, f"{name}, rank {rank}"
             assert bytes_of(got) == bytes_of(want), f"{name}, rank {rank}: {got}, not {want}"
-        collectives = [collectives_in(graph, of) for graph, of in zip(graphs, groups, strict=True)]
+        collectives = [collectives_in(*of, rank) for rank, of in enumerate(zip(graphs, groups, strict=True))]
         assert {len(of_rank) for of_rank in collectives} == {program.exchanges}, name
         assert [sum(size for *_, size in of_rank) for of_rank in collectives] == program.bytes_received, name
 
@@ -179,8 +179,8 @@ def test_reductions_of_the_backend() -> None:
         request.locals[:] = [x.round() for x in request.locals]
     graphs, groups = trace_all((2, 2), [request.fields for request in requests], reduction="fast")
     for request, of_ranks, names in zip(requests, graphs, wanted.values(), strict=True):
-        for graph, of in zip(of_ranks, groups, strict=True):
-            assert [name for name, *_ in collectives_in(graph, of)] == names, request.fields[:4]
+        for rank, of in enumerate(zip(of_ranks, groups, strict=True)):
+            assert [name for name, *_ in collectives_in(*of, rank)] == names, request.fields[:4]
         got = run_together(of_ranks, request.locals, groups)
         for a, b in zip(got, shardweave.simulate(request.program, request.locals), strict=True):
             assert torch.equal(a, b), request.fields[:4]
@@ -206,7 +206,7 @@ def test_meshes_that_are_parts_of_the_world() -> None:
             graph = graph_of(
                 lambda x: torch_redistribute.redistribute_local_tensor(x, source, target), torch.ones(4, 6)
             )
-            return [name for name, *_ in collectives_in(graph, groups_of_rank())]
+            return [name for name, *_ in collectives_in(graph, groups_of_rank(), 5)]
 
         assert names(gathered) == ["all_gather_into_tensor"] and not shardweave.stats().delegations
         assert len(names(swapped)) > 1  # torch's own

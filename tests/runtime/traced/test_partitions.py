@@ -49,7 +49,7 @@ def collectives(
         with FakeTensorMode():
             compiled = aot_function(function, compiler("forward"), compiler("backward"), partition_fn=partition)
             compiled(torch.ones(held, requires_grad=True)).sum().backward()
-        return [collectives_in(graphs[name], groups_of_rank()) for name in ("forward", "backward")]
+        return [collectives_in(graphs[name], groups_of_rank(), rank) for name in ("forward", "backward")]
 
 
 @pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
