@@ -60,13 +60,16 @@ def redistribute_traced(
         into_graph: as for `count_traced`.
 
     Raises:
-        UnsupportedError: there is no process group for an exchange, a size depends on data, or as `plan`.
+        UnsupportedError: there is no process group for an exchange, a size depends on data, torch makes one graph for
+            all ranks, or as `plan`.
         ArgumentError: `x` does not have the shape of this rank's shard.
     """
     # Its import takes a second, and a tensor is traced only after it.
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     refresh_cache_key()
+    if _is_for_all_ranks():
+        raise UnsupportedError("compile_on_one_rank: the graph is for all ranks, and a program is for one of them")
     target_mesh = target_mesh or mesh
     try:
         is_cross_mesh = not mesh.same_ranks(target_mesh)
@@ -77,6 +80,13 @@ def redistribute_traced(
         return _run(program, x, units, reduction, groups, into_graph)
     except GuardOnDataDependentSymNode as error:
         raise UnsupportedError(f"a size that depends on data: {error}") from error
+
+
+def _is_for_all_ranks() -> bool:
+    """Whether all ranks run what one of them traces."""
+    of_compiler = torch.compiler.config
+    config = of_compiler if hasattr(of_compiler, "compile_on_one_rank") else getattr(dist, "config", None)  # torch 2.13
+    return bool(getattr(config, "compile_on_one_rank", False))
 
 
 def _program(
