@@ -125,7 +125,7 @@ def count_collectives(profiled: profile) -> tuple[Counter[str], Counter[str]]:
 
 
 def bytes_received(event: Any) -> int:
-    """What this rank has to receive in a functional collective; 0 for others than these three, and for those with `out`."""
+    """What this rank has to receive in one of three functional collectives; 0 for others, such as those with `out`."""
     shape, numbers = event.input_shapes[0], event.concrete_inputs
     held = math.prod(shape) * ITEMSIZES[event.input_dtypes[0]]
     if event.name.endswith("all_gather_into_tensor"):
