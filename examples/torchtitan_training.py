@@ -125,7 +125,7 @@ def count_collectives(profiled: profile) -> tuple[Counter[str], Counter[str]]:
 
 
 def bytes_received(event: Any) -> int:
-    """What this rank has to receive in a functional collective; 0 for others than these three."""
+    """What this rank has to receive in one of three functional collectives; 0 for others, such as those with `out`."""
     shape, numbers = event.input_shapes[0], event.concrete_inputs
     held = math.prod(shape) * ITEMSIZES[event.input_dtypes[0]]
     if event.name.endswith("all_gather_into_tensor"):
@@ -186,7 +186,7 @@ def report(runs: dict[str, Run]) -> None:
         for reason, count in run.left.items():
             print(f"  {count:5} left to torch: {reason}")
         for operator, count in sorted(run.collectives.items()):
-            print(f"  {count:5} {operator}" + f", {run.received[operator]:,} B received" * (operator in run.received))
+            print(f"  {count:5} {operator}" + f", {run.received[operator]:,} B received" * (run.received[operator] > 0))
 
 
 def main() -> None:

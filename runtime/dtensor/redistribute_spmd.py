@@ -134,6 +134,9 @@ def redistribute_spmd(
         This rank's tensor of the distribution `dst`. Differentiable any number of times, with gradients as in
         spmd_types, where that of R is P, that of P is R, and those of I and S keep their type.
 
+    Under torch.compile, the program becomes torch's functional collectives in the graph; there an axis is a name, a
+    member of an enumeration or a process group, no `MeshAxis`, and `transport` has no effect.
+
     While spmd_types checks types, the types of `x` are checked against `src`, and the result gets those of `dst`; both
     must name all axes that `x` has types of.
 
