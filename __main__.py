@@ -66,16 +66,34 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status: 2 for an invalid argument or output that cannot be written, 1 for a
-    wrong result, a problem or a failed rank, 130 after Ctrl-C, 141 where nobody reads the output any more."""
+    wrong result, a problem or a failed rank, 130 after Ctrl-C.
+
+    Where a reader such as `head` closes the pipe before the output is written, every command ends quietly with 141, the
+    status that a shell gives to a process ended by SIGPIPE. The signal itself stays ignored, since ranks have pipes
+    too. Output that the pipe took whole is no failure.
+    """
     without_output = open_streams()
-    with spelled_in_ascii():
-        arguments = _parser().parse_args(argv)
-        if arguments.command != "record":
-            if without_output:
-                print("error: standard output is closed; allowed: a file or a pipe, or /dev/null", file=sys.stderr)
-                return 2
-            return _run(arguments)
-    return _run(arguments)  # a script prints as it would without `record`
+    try:
+        with spelled_in_ascii():
+            try:
+                arguments = _parser().parse_args(argv)
+            except SystemExit:  # after --help or --version
+                sys.stdout.flush()
+                raise
+            if arguments.command != "record":
+                if without_output:
+                    print("error: standard output is closed; allowed: a file or a pipe, or /dev/null", file=sys.stderr)
+                    return 2
+                return _run(arguments)
+        return _run(arguments)  # a script prints as it would without `record`
+    except OSError:
+        lost = lost_output()
+        if lost is None:
+            raise
+        if isinstance(lost, BrokenPipeError):
+            return 141
+        print(f"error: standard output: {lost.strerror}", file=sys.stderr)
+        return 2
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -90,13 +108,6 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.command == "record":
             raise  # the script's own
         return 130
-    except OSError as error:
-        lost = lost_output()
-        if lost is None:
-            raise
-        if not isinstance(lost, BrokenPipeError):
-            print(f"error: standard output: {error.strerror}", file=sys.stderr)
-        return 141 if isinstance(lost, BrokenPipeError) else 2
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 from ..bench.harness.gather_json import all_gather_json
 from ..bench.harness.ranks import RanksFailed, supervise, timeout_seconds
+from ..bench.harness.terminal import Console
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -25,7 +24,7 @@ from ..bench.harness.interleaved import KEPT, slowest, time_sides
 from ..bench.harness.machine import provenance
 from ..bench.harness.markdown import provenance_lines
 from ..bench.harness.ranks import RanksFailed, Send, run_ranks, timeout_seconds
-from ..bench.harness.terminal import console_of_tables, print_rows, progress_on
+from ..bench.harness.terminal import Console, console_of_tables, print_rows, progress_on
 from ..bench.harness.writable import check_writable
 from ..bench.workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
 from ..errors import ArgumentError, shown

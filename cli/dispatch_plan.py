@@ -53,7 +53,7 @@ def text(
         layout=layout, save=save, pooled_buffers=pooled_buffers, splits=splits,
         chunk_capacity=_capacity("chunk_capacity", chunk_capacity),
     )  # fmt: skip
-    if top_k > experts:
+    if top_k > experts:  # a dispatcher takes that, since ids may be -1; a model's tokens have different experts
         raise ArgumentError(f"top_k: {top_k} of {experts} experts; allowed: up to {experts}")
     if as_json:
         return json.dumps(to_dict(config, ALGORITHMS), indent=1)

@@ -11,7 +11,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..bench.harness.terminal import console_of_tables
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
 from ..kernels import PAYLOADS, cpu_target, why_not_compiled
@@ -285,7 +284,7 @@ def run(as_json: Path | None = None) -> int:
     """
     check_writable("--json", as_json)
     findings = examine()
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = console_of_tables(plain_width=120)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     section = None
     for finding in findings:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -48,6 +50,19 @@ def open_streams() -> bool:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     return was_closed
+
+
+def print_wrapped(text: str) -> None:
+    """Print lines: on a terminal wrapped between words, in a file or a pipe as they are."""
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+        text = "\n".join(_wrapped(line, columns) for line in text.split("\n"))
+    print(text)
+
+
+def _wrapped(line: str, columns: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def lost_output() -> OSError | None:

@@ -11,6 +11,7 @@ from ..errors import ArgumentError
 from ..planner import Mesh, Program, Topology, draw, plan
 from ..runtime.executor.choose_algorithm import AssumedTransport, Reduction, explain_on
 from ..runtime.transports.backend_limits import WindowPolicy
+from .output_streams import print_wrapped
 
 MOST_RANKS = 1024
 """Ranks up to which the whole program is planned, in some seconds: it has a box for each pair of ranks."""
@@ -62,9 +63,11 @@ def run(
     if as_json:
         print(json.dumps(program.to_dict(), indent=1))
     elif transport is not None:
-        print(explain_on(program, _assumed_transport(program, transport, backend or "gloo"), reduction or "ordered"))
+        print_wrapped(
+            explain_on(program, _assumed_transport(program, transport, backend or "gloo"), reduction or "ordered")
+        )
     else:
-        print(program.explain())
+        print_wrapped(program.explain())
     return 0
 
 

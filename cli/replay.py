@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import shardweave
 
@@ -22,7 +21,7 @@ from ..bench.baselines.stock_dtensor import ROUNDS
 from ..bench.harness.interleaved import slowest
 from ..bench.harness.machine import last_level_cache, machine
 from ..bench.harness.ranks import RanksFailed, run_ranks
-from ..bench.harness.terminal import console_of_tables, progress_on
+from ..bench.harness.terminal import Console, console_of_tables, progress_on
 from ..bench.harness.writable import check_writable
 from ..bench.workloads.trace_cases import Case, check_memory, distinct
 from ..errors import ArgumentError

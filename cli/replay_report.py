@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 
-from ..bench.harness.terminal import print_rows
+from ..bench.harness.terminal import Console, print_rows
 from ..bench.workloads.trace_cases import Case
 from ..planner import Topology
 from ..planner.render.explain import format_bytes

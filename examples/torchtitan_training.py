@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import random
 import socket
@@ -37,6 +38,8 @@ import shardweave
 DEFAULTS = ["--module", "llama3", "--config", "llama3_debugmodel", "--parallelism.tensor_parallel_degree", "2"]
 SIZES = ["--training.steps", "2", "--training.seq_len", "64", "--training.local_batch_size", "2"]
 """A batch that four processes of a small machine can train on."""
+ITEMSIZES = {"float": 4, "c10::BFloat16": 2, "unsigned char": 1, "long int": 8, "long": 8, "double": 8}
+"""Bytes of an element, by the profiler's names of dtypes."""
 FIXED = ["--debug.seed", "1", "--metrics.log_freq", "1"]
 
 
@@ -96,12 +99,42 @@ def free_port(rank: int, name: str) -> str:
 
 
 class Run(NamedTuple):
-    """The loss of each step; torch's collectives by operator; shardweave's counters."""
+    """The loss of each step; torch's collectives by operator, and the bytes that the functional ones receive, which
+    are those of graphs and of DTensors; shardweave's counters."""
 
     losses: list[float]
     collectives: Counter[str]
+    received: Counter[str]
     carried: Counter[str]
+    traced: Counter[str]
     left: Counter[str]
+
+
+def count_collectives(profiled: profile) -> tuple[Counter[str], Counter[str]]:
+    """Collectives by operator, those of functional operators by these, and the bytes that these receive."""
+    collectives: Counter[str] = Counter()
+    received: Counter[str] = Counter()
+    for event in profiled.events():
+        if event.name.startswith("c10d::"):
+            caller = event.cpu_parent
+            if caller is not None and caller.name.startswith("_c10d_functional::"):
+                event = caller
+                received[event.name] += bytes_received(event)
+            collectives[event.name] += 1
+    return collectives, received
+
+
+def bytes_received(event: Any) -> int:
+    """What this rank has to receive in one of three functional collectives; 0 for others, such as those with `out`."""
+    shape, numbers = event.input_shapes[0], event.concrete_inputs
+    held = math.prod(shape) * ITEMSIZES[event.input_dtypes[0]]
+    if event.name.endswith("all_gather_into_tensor"):
+        return held * (numbers[1] - 1)
+    if event.name.endswith("reduce_scatter_tensor"):
+        return held * (numbers[2] - 1) // numbers[2]
+    if event.name.endswith("all_to_all_single"):  # of shardweave: a rank sends itself nothing
+        return sum(numbers[1]) * held // shape[0] if held else 0
+    return 0
 
 
 def train(arguments: list[str], on_shardweave: bool, port: str) -> tuple[Any, ...]:
@@ -115,10 +148,10 @@ def train(arguments: list[str], on_shardweave: bool, port: str) -> tuple[Any, ..
     shardweave.stats().reset()
     trainer = ConfigManager().parse_args(arguments).build()
     for part in trainer.model_parts:
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        if on_shardweave:
+        sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        if on_shardweave and sharded:
             shardweave.adapt_fsdp(part)
     losses: list[float] = []
     log = trainer.metrics_processor.log
@@ -128,12 +161,12 @@ def train(arguments: list[str], on_shardweave: bool, port: str) -> tuple[Any, ..
         log(step, loss, *args, **options)
 
     trainer.metrics_processor.log = record
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         trainer.train()
     trainer.close()
-    collectives = Counter(event.name for event in profiled.events() if event.name.startswith("c10d::"))
     counters = shardweave.stats()
-    run = losses, collectives, counters.calls.copy(), counters.delegations.copy()
+    counts = counters.calls.copy(), counters.traced.copy(), counters.delegations.copy()
+    run = losses, *count_collectives(profiled), *counts
     dist.destroy_process_group()
     return run
 
@@ -148,10 +181,12 @@ def report(runs: dict[str, Run]) -> None:
         print(f"{name}:")
         for transport, count in run.carried.items():
             print(f"  {count:5} carried out by shardweave on {transport}")
+        for request, count in run.traced.items():
+            print(f"  {count:5} in graphs: {request}")
         for reason, count in run.left.items():
             print(f"  {count:5} left to torch: {reason}")
         for operator, count in sorted(run.collectives.items()):
-            print(f"  {count:5} {operator}")
+            print(f"  {count:5} {operator}" + f", {run.received[operator]:,} B received" * (run.received[operator] > 0))
 
 
 def main() -> None:

@@ -123,7 +123,7 @@ def reduce_views(
 
 
 def reduce_terms(terms: Sequence[torch.Tensor], op: str, divisor: float | None = None) -> torch.Tensor:
-    """The reduction of `reduce_views` as a new tensor, bitwise equal, by operations without writes in place, for graphs.
+    """The reduction of `reduce_views` as a new tensor, bitwise equal, by operations that graphs can have.
 
     Args:
         terms: of one shape and dtype; the reduction is in their order.

@@ -64,7 +64,8 @@ def plan(
             program, between nodes and inside them, at the same positions (as is one along which over 512 terms are
             summed). None: all links are alike, and bytes alone decide.
         max_bytes: the bytes that a rank may hold at most: input, output and intermediate results. On more than 128
-            ranks this is checked by the estimates for 16 of them.
+            ranks this is checked by the estimates for 16 of them. Without a topology, plans that stay within it are
+            compared by their costs on `NVLINK_NODE`, which the program does not state.
 
     Raises:
         ArgumentError: an argument is invalid, or no plan that was found stays within `max_bytes`; the message names the
@@ -194,9 +195,8 @@ def _plan_on_mesh(request: Request) -> Program:
             ends.mesh, shape, dtype, *normalized_layouts(ends.mesh, len(shape), dtype, ends.source, ends.reduced)
         )
         return _program(ends, shape, dtype, layouts, (), request.rank, None)
-    topology = request.topology or NVLINK_NODE
-    ends, path = _search(mesh, shape, dtype, source, target, topology, request.max_bytes)
-    return _program(ends, shape, dtype, path.layouts, path.others, request.rank, topology)
+    ends, path = _search(mesh, shape, dtype, source, target, request.topology or NVLINK_NODE, request.max_bytes)
+    return _program(ends, shape, dtype, path.layouts, path.others, request.rank, request.topology)
 
 
 def _plan_cross_mesh(request: Request) -> Program:
@@ -204,13 +204,13 @@ def _plan_cross_mesh(request: Request) -> Program:
     check_layout("source", source, source_mesh, shape, dtype)
     check_layout("target", target, target_mesh, shape, dtype)
     check_target(target, [None] * target_mesh.ndim)
-    if request.topology is not None or request.max_bytes is not None:
-        topology = request.topology or NVLINK_NODE
+    if request.topology is None and request.max_bytes is not None:
+        return replace(_plan_cross_mesh(replace(request, topology=NVLINK_NODE)), topology=None)
+    topology = request.topology
+    if topology is not None:
         source_mesh, (source,) = split_by_nodes(source_mesh, shape, (source,), topology)
         target_mesh, (target,) = split_by_nodes(target_mesh, shape, (target,), topology)
-        request = replace(
-            request, mesh=source_mesh, source=source, target_mesh=target_mesh, target=target, topology=topology
-        )
+        request = replace(request, mesh=source_mesh, source=source, target_mesh=target_mesh, target=target)
         if source_mesh.same_ranks(target_mesh):
             return _plan_on_mesh(request)
     return plan_cross_mesh(request)

@@ -30,8 +30,8 @@ class Program(ProgramBase):
         source, target: the layouts on `source_mesh` and `target_mesh`.
         steps: `Local` and `Exchange` steps, in order; empty if there is nothing to do.
         rank: the mesh position whose program this is; None for the program of all ranks.
-        topology: the topology that the program was planned for; None if bytes alone decided.
-        others: the paths that the search rejected on that topology, cheapest first.
+        topology: the topology that the program was planned for; None if none was given.
+        others: the paths that the search rejected, cheapest first.
         source_mesh, target_mesh: the meshes of `source` and `target`; None stands for `mesh`.
         requested: the meshes and layouts of the request, if dims of its meshes are split in the program; else None.
         ranks: the mesh positions whose steps the program holds.

@@ -11,9 +11,9 @@ from .dtensor.fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_
 from .dtensor.install import install, installed, is_installed, uninstall
 from .dtensor.ordered_local import ordered_redistribute_local_tensor
 from .dtensor.plan import plan, plan_batch, redistribute_cost
+from .dtensor.prepare import prepare
 from .dtensor.redistribute import explain, prepare_redistribute, redistribute
 from .dtensor.redistribute_spmd import redistribute_spmd
-from .executor.prepare import prepare
 from .executor.simulate import simulate
 from .flight_recorder import dump_flight_records
 from .logs import set_up_logs

@@ -25,7 +25,7 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """The planner's mesh of the same shape, names and ranks of the default process group."""
     mesh = _meshes.get(device_mesh)
     if mesh is None:
-        with _disable_current_modes():  # a fake tensor mode hides the rank table, and `make_fx` would trace its reading
+        with _disable_current_modes():  # under those of a tracer the mesh's rank table could not be read
             table = device_mesh.mesh
             mesh = Mesh(tuple(table.shape), device_mesh.mesh_dim_names, table.flatten().tolist())
         _meshes[device_mesh] = mesh

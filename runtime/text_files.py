@@ -13,18 +13,21 @@ _MOST_OF_PIPE = 1 << 26  # characters
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8.
 
-    Of what is no regular file, such as a pipe or a device, up to 64 Mi characters are read; a named pipe that no
-    process has open for writing is empty.
+    Of what is no regular file, such as a pipe or a device, up to 64 Mi characters are read.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or a device with more than that.
+        OSError: it cannot be read, is a pipe or a device with more than that, or a pipe with nothing in it that no
+            process has open for writing.
         UnicodeDecodeError: it is not UTF-8.
     """
     with open(path, encoding="utf-8", opener=_open_at_once) as file:
         os.set_blocking(file.fileno(), True)
-        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISREG(mode):
             return file.read()
         text = file.read(_MOST_OF_PIPE + 1)
+        if not text and stat.S_ISFIFO(mode):
+            raise OSError(errno.ENODATA, "an empty pipe that no process has open for writing")
         if len(text) > _MOST_OF_PIPE:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         return text

@@ -14,7 +14,7 @@ import copy
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.fx import GraphModule
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardweave
 
@@ -38,6 +38,7 @@ from ..harness.markdown import provenance_lines, table
 from ..harness.measure import INSTALL
 from ..harness.ranks import RanksFailed, Send, messages_of
 from ..harness.writable import check_writable
+from .graph_collectives import in_graphs
 
 SHAPE = (2, 2)
 SEQUENCES, LENGTH, VOCABULARY = 8, 64, 256
@@ -52,40 +53,6 @@ SIDES: dict[str, dict[str, Any] | None] = {
 }
 """The arguments of `install`; None: it is not called."""
 _REPLACED = "ordered_redistribute_local_tensor"
-_c10d: Any = torch.ops._c10d_functional
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that run, by kind, and the bytes that this rank receives from others.
-
-    An all-reduce is taken for a reduce-scatter and an all-gather.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.bytes_received = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        received = _RECEIVED.get(func)
-        if received is not None:
-            self.calls[func.overloadpacket.__name__.removesuffix("_tensor").removesuffix("_into")] += 1
-            group = dist.distributed_c10d._resolve_process_group(args[-1])
-            self.bytes_received += received(args, out, group)
-        return out
-
-
-def _received_of_all_to_all(args: Sequence[Any], out: torch.Tensor, group: dist.ProcessGroup) -> int:
-    return out.nbytes - args[1][group.rank()] * out[:1].nbytes if out.numel() else 0
-
-
-_RECEIVED: dict[Any, Callable[[Sequence[Any], torch.Tensor, dist.ProcessGroup], int]] = {
-    _c10d.all_gather_into_tensor.default: lambda args, out, group: out.nbytes - args[0].nbytes,
-    _c10d.reduce_scatter_tensor.default: lambda args, out, group: out.nbytes * (group.size() - 1),
-    _c10d.all_reduce.default: lambda args, out, group: 2 * out.nbytes * (group.size() - 1) // group.size(),
-    _c10d.all_to_all_single.default: _received_of_all_to_all,
-}
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
@@ -132,7 +99,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         with torch.no_grad():
             for name, value in parallel.state_dict().items():
                 value.copy_(_sharded(whole.state_dict()[name], value, mesh))
-        results, counts = _step(parallel, tokens.chunk(SHAPE[0], 1)[mesh.get_local_rank("dp")], mesh)
+        results = _step(parallel, tokens.chunk(SHAPE[0], 1)[mesh.get_local_rank("dp")], mesh)
         torchs = torchs or results
         model_alone = {"loss": expected.detach()}
         for name, p in whole.named_parameters():
@@ -144,14 +111,13 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
                 "results": len(torchs),
                 "to torch": _difference(results, torchs),
                 "to the model alone": _difference(results, model_alone),
-                **counts,
                 **counted,
             }
         )
 
 
 def _applied(solver: Any, solution: Any, side: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """The solver's model with one side's redistributions, and what shardweave counted meanwhile."""
+    """The solver's model with one side's redistributions, the collectives in its graphs, and what shardweave counts."""
     applied = import_module("autoparallel.apply_sharding")
     before, stats = getattr(applied, _REPLACED), shardweave.stats()
     traced, delegations = Counter(stats.traced), Counter(stats.delegations)
@@ -161,11 +127,26 @@ def _applied(solver: Any, solution: Any, side: str) -> tuple[torch.nn.Module, di
     options = SIDES[side]
     if side.endswith(_REPLACED):
         setattr(applied, _REPLACED, shardweave.ordered_redistribute_local_tensor)
+    graphs: list[GraphModule] = []
+    compiler = solver.compiler_fn
+
+    def keep(graph: GraphModule, inputs: Any, **options: Any) -> Any:
+        graphs.append(graph)
+        return compiler(graph, inputs, **options)
+
+    solver.compiler_fn = keep
     with contextlib.nullcontext() if options is None else shardweave.installed(**options):
         parallel = solver.apply_placement(solution)
-    state.fw_metadata = before_compiling
+    solver.compiler_fn, state.fw_metadata = compiler, before_compiling
     setattr(applied, _REPLACED, before)
-    return parallel, {"traced": dict(stats.traced - traced), "delegations": dict(stats.delegations - delegations)}
+    forward, backward = map(in_graphs, ([graph] for graph in graphs[:2]))  # the third is forward without gradients
+    return parallel, {
+        "forward": str(forward),
+        "backward": str(backward),
+        "bytes": forward.received + backward.received,
+        "traced": dict(stats.traced - traced),
+        "delegations": dict(stats.delegations - delegations),
+    }
 
 
 def _sharded(whole: torch.Tensor, like: Any, mesh: DeviceMesh) -> DTensor:
@@ -180,24 +161,15 @@ def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return entropy / (SEQUENCES * LENGTH)
 
 
-def _step(
-    model: torch.nn.Module, tokens: torch.Tensor, mesh: DeviceMesh
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Forward and backward: the loss and this rank's shard of each gradient, and the collectives."""
-    forward, backward = Collectives(), Collectives()
-    with forward:
-        loss = _loss(model, tokens)
-    with backward:
-        loss.backward()
+def _step(model: torch.nn.Module, tokens: torch.Tensor, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Forward and backward: the loss, and this rank's shard of each gradient."""
+    loss = _loss(model, tokens)
+    loss.backward()
     gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
     results = {name: gradient.to_local() for name, gradient in gradients.items()}
     results["loss"] = loss.detach().clone()
     dist.all_reduce(results["loss"], group=mesh.get_group("dp"))
-    return results, {
-        "forward": dict(forward.calls),
-        "backward": dict(backward.calls),
-        "bytes": forward.bytes_received + backward.bytes_received,
-    }
+    return results
 
 
 def _difference(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -222,7 +194,8 @@ def page(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[str], list[s
                 f"{first['loss']:.7f}",
                 f"{min(message['equal'] for message in messages)} of {first['results']}",
                 *(f"{share:.1e}" for share in far),
-                *(_listed(first[key]) for key in ("forward", "backward")),
+                first["forward"],
+                first["backward"],
                 f"{max(message['bytes'] for message in messages) / 1024:.1f}",
             ]
         )
@@ -232,10 +205,6 @@ def page(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[str], list[s
             counts += [(f"left to torch: {text}", n) for text, n in sorted(first["delegations"].items())]
             details += table(("redistributions on rank 0", "count"), counts)
     return [*table(heads, rows), *details], wrong
-
-
-def _listed(calls: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(calls.items())) or "none"
 
 
 def compare(out: Path | None = None) -> int:
@@ -270,8 +239,7 @@ autoparallel, written for commit a54c252, places its own Llama 3 on a {SHAPE[0]}
 sequences. The solver computes with a GPU {SLOWER} times slower than an H100. Rank 0 solves; others load its solution.
 
 Each side applies the solution with its own redistributions, and runs one step of the forward and backward graph that
-torch makes of it. Collectives are counted while they run, with the gathers that autoparallel repeats in backward; bytes
-are those that a rank receives, the most of any rank, an all-reduce taken for a reduce-scatter and an all-gather.
+torch makes of it. Bytes are those that a rank receives in both, the most of any rank.
 Differences are the largest of the loss and of any gradient, as a share of its largest element. The model alone is the
 same one in eager mode, unsharded. `ordered_redistribute_local_tensor`: shardweave's takes the place of autoparallel's
 function of that name, which makes one dim of the mesh where all placements are equal.""".splitlines()

@@ -5,18 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import rich.console
 from rich.columns import Columns
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-_PLAIN_WIDTH = 170  # columns, of a file or a pipe
+_PLAIN_WIDTH = 170
 _LEAST_WIDTH = 150  # columns, of a table; with fewer its texts would be folded to a few characters
 
 
-def console_of_tables() -> Console:
-    """A console on stdout, as wide as the terminal."""
-    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+class Console(rich.console.Console):
+    def on_broken_pipe(self) -> None:
+        # rich ends the process with status 1.
+        raise
+
+
+def console_of_tables(plain_width: int = _PLAIN_WIDTH) -> Console:
+    """A console on stdout, as wide as the terminal; `plain_width`: columns of a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else plain_width, highlight=False)
 
 
 def print_rows(

@@ -136,6 +136,14 @@ def share(model: Transformer, data: DeviceMesh, tensor: DeviceMesh, policy: Mixe
     along `data` every parameter is, by FSDP2 (of a mesh of two dims replicas are, along the first).
     """
     policy = policy or MixedPrecisionPolicy()
+    shard_tensors(model, tensor)
+    for block in model.blocks:
+        fully_shard(block, mesh=data, mp_policy=policy)
+    fully_shard(model, mesh=data, mp_policy=policy)
+
+
+def shard_tensors(model: Transformer, tensor: DeviceMesh) -> None:
+    """The tensor parallelism of `share` alone."""
     outside: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -158,5 +166,3 @@ def share(model: Transformer, data: DeviceMesh, tensor: DeviceMesh, policy: Mixe
     }
     for block in model.blocks:
         parallelize_module(block, tensor, styles)
-        fully_shard(block, mesh=data, mp_policy=policy)
-    fully_shard(model, mesh=data, mp_policy=policy)

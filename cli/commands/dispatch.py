@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..output_streams import print_wrapped
 from .parsing import dtype, number_of, whole_number
 
 HELP = "print the memory and the bytes on the wire of a token dispatcher"
@@ -41,5 +42,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..dispatch_plan import text
 
-    print(text(**{name: value for name, value in vars(arguments).items() if name != "command"}))
+    print_wrapped(text(**{name: value for name, value in vars(arguments).items() if name != "command"}))
     return 0

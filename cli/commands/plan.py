@@ -104,7 +104,10 @@ def _mesh_text(text: str) -> tuple[tuple[int, ...], int]:
     sizes, at, first = text.partition("@")
     if at and not (first.isdecimal() and len(first) <= 18):
         raise argparse.ArgumentTypeError(f"{shown(text)}: not a rank after @, as in 2,2@8")
-    return _sizes(sizes), int(first or 0)
+    mesh = _sizes(sizes)
+    if 0 in mesh:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: a mesh dim of size 0; allowed: sizes of 1 or more")
+    return mesh, int(first or 0)
 
 
 def _mesh(sizes_and_first: tuple[tuple[int, ...], int]) -> Mesh:

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name, as in python -m")
     parser.add_argument("script", help="a Python file, or with -m a module, followed by its own arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
+    rest.required = False  # there may be none, so the error without a script does not name them
 
 
 def run(arguments: argparse.Namespace) -> int:

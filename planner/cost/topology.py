@@ -222,8 +222,12 @@ def _check_us(name: str, value: Any) -> None:
 def _fields_of(kind: type, name: str, data: Any) -> dict[str, Any]:
     known = fields(kind)
     allowed = [f.name for f in known]
-    if not isinstance(data, Mapping) or not set(data) <= set(allowed):
+    if not isinstance(data, Mapping):
         raise ArgumentError(f"{name}: {shown(data)}; allowed: an object of {', '.join(allowed)}")
+    unknown = [key for key in data if key not in allowed]
+    if unknown:
+        keys = "unknown key" if len(unknown) == 1 else "unknown keys"
+        raise ArgumentError(f"{name}: {keys} {', '.join(map(shown, unknown[:4]))}; allowed: {', '.join(allowed)}")
     missing = [f.name for f in known if f.name not in data and f.default is MISSING]
     if missing:
         raise ArgumentError(f"{name}: {', '.join(missing)} missing")

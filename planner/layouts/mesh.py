@@ -71,9 +71,7 @@ class Mesh:
     ) -> None:
         sizes = whole_numbers("mesh", (shape,) if isinstance(shape, int) else shape)
         if not sizes or any(n < 1 for n in sizes):
-            raise ArgumentError(
-                f"mesh: shape {shown(sizes)} must have at least one dim, and every size must be at least 1"
-            )
+            raise ArgumentError(f"mesh: shape {shown(sizes)}; allowed: at least one dim, every size at least 1")
         if math.prod(sizes) > MOST_RANKS:
             raise ArgumentError(
                 f"mesh: shape {shown(sizes)} has {shown(math.prod(sizes))} ranks; allowed: up to {MOST_RANKS}"

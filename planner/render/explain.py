@@ -105,6 +105,8 @@ def totals(program: ProgramBase) -> list[str]:
             lines.append(f"  not {other}: {other.us:.1f} µs{reason}")
         if program.topology.origin:
             lines.append(f"topology found: {program.topology.origin}")
+    else:
+        lines += [f"  not {other}: over max_bytes" for other in program.others if other.over_max_bytes]
     return lines
 
 

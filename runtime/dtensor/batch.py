@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, UnsupportedError, shown
 from ...kernels import on_device
 from ...planner import Layout, Request, Topology, TopologyName, check_local_shape, plan_batch
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
@@ -105,9 +105,12 @@ def _target_specs(
     placements: Sequence[Layout | str | Sequence[Placement]],
     device_mesh: DeviceMesh | None,
 ) -> list[DTensorSpec]:
-    for name, argument in (("dtensors", dtensors), ("placements", placements)):
+    for name, argument, elements in (
+        ("dtensors", dtensors, "DTensors"),
+        ("placements", placements, "the placements or the layout of each DTensor"),
+    ):
         if not isinstance(argument, Sequence) or isinstance(argument, str):
-            raise ArgumentError(f"{name}: {argument!r}; allowed: a list")
+            raise ArgumentError(f"{name}: {shown(argument)}; allowed: a list of {elements}")
     if len(dtensors) != len(placements):
         raise ArgumentError(f"placements: {len(placements)} given for {len(dtensors)} DTensors; allowed: one each")
     for i, x in enumerate(dtensors):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -33,6 +34,7 @@ def remember(function: Callable[..., torch.Tensor], *arguments: Any, **options: 
     Equal calls have equal texts in all processes, so that graphs in torch's caches keep their meaning.
     """
     torch.compiler.allow_in_graph(call_in_graph)
+    arguments, options = tuple(map(_real, arguments)), {name: _real(value) for name, value in options.items()}
     values = [*arguments, *(part for option in sorted(options.items()) for part in option)]
     text = ", ".join([function.__name__, *map(_text, values)])
     _calls[text] = lambda x: function(x, *arguments, **options)
@@ -44,6 +46,11 @@ def call_in_graph(x: torch.Tensor, text: str) -> torch.Tensor:
     return _calls[text](x)
 
 
+def _real(value: Any) -> Any:
+    """The mesh or process group for which Dynamo passes a stand-in."""
+    return value.real_obj if isinstance(value, FakeScriptObject) else value
+
+
 def _text(value: Any) -> str:
     """`repr`, which for meshes and process groups does not say which ranks they have."""
     if isinstance(value, dist.ProcessGroup):
@@ -51,4 +58,6 @@ def _text(value: Any) -> str:
     if isinstance(value, DeviceMesh):
         groups = value.get_all_groups() if value.get_coordinate() is not None else []
         return f"{value!r} of {list(map(_text, groups))}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_text(key)}: {item!r}' for key, item in value.items())}}}"
     return repr(value)

@@ -46,7 +46,7 @@ from ..executor.dispatch_modes import (
 from ..executor.local_slice import BoundSlice
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..traced.process_groups import groups_of_mesh
-from ..traced.redistribution import TRACED_TYPES, redistribute_traced
+from ..traced.redistribution import TRACED_TYPES, explain_traced, redistribute_traced
 from ..transports.select import AnyTransport, why_not_backend
 from .partials import PlainRequest, has_transforms, plain_requests
 from .redistribute_options import RedistributeOptions
@@ -364,6 +364,8 @@ def _explained(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, optio
             return program.explain()
         transport, why = _transport(program, x, options, current.mesh, target.mesh)
     text = f"{explain_on(program, transport, options.reduction)}\n  on transport {transport.name}: {why}"
+    groups = [group for mesh in (current.mesh, target.mesh) if is_in(mesh) for group in groups_of_mesh(mesh)]
+    text += f"\n  when torch traces: {explain_traced(program, options.reduction, groups)}"
     return f"{text}\n  topology given" if options.topology is not None and program.topology is not None else text
 
 

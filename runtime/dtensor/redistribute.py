@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
@@ -133,7 +135,10 @@ def redistribute(
                 raise
             out._local_tensor.copy_(redistribute_forward(dtensor, args)._local_tensor)
             return out
-        return redistribute_with_gradient(dtensor, args) if differentiable else redistribute_forward(dtensor, args)
+        result = redistribute_with_gradient(dtensor, args) if differentiable else redistribute_forward(dtensor, args)
+        if type(result._local_tensor) in (FakeTensor, FunctionalTensor):
+            _check_kept_in_graphs(result)
+        return result
     except (ArgumentError, UnsupportedError) as error:
         refuse_unplanned(error, [dtensor.device_mesh, *([device_mesh] if isinstance(device_mesh, DeviceMesh) else [])])
         raise
@@ -163,6 +168,21 @@ def _remembered(
         topology=topology,
         reduction=reduction,
     )
+
+
+def _check_kept_in_graphs(result: DTensor) -> None:
+    """
+    Raises:
+        UnsupportedError: torch gives DTensors in graphs the default shard order (2.11), and `result` has another.
+    """
+    _, context = result.__tensor_flatten__()
+    inner = {"_local_tensor": result._local_tensor}
+    kept = DTensor.__tensor_unflatten__(inner, context, result.size(), result.stride())
+    if kept._spec.shard_order != result._spec.shard_order:
+        raise UnsupportedError(
+            f"shard order {result._spec.shard_order}: torch {torch.__version__} drops it from DTensors in graphs; "
+            "allowed there: the default order"
+        )
 
 
 def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differentiable: bool) -> None:

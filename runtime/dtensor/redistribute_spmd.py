@@ -42,6 +42,7 @@ from .spmd_distribution import (
     assert_types,
     axes_of,
     distribution_of,
+    spmd_types_package,
     type_text,
     types_of,
     without_type_checks,
@@ -133,6 +134,9 @@ def redistribute_spmd(
         This rank's tensor of the distribution `dst`. Differentiable any number of times, with gradients as in
         spmd_types, where that of R is P, that of P is R, and those of I and S keep their type.
 
+    Under torch.compile, the program becomes torch's functional collectives in the graph; there an axis is a name, a
+    member of an enumeration or a process group, no `MeshAxis`, and `transport` has no effect.
+
     While spmd_types checks types, the types of `x` are checked against `src`, and the result gets those of `dst`; both
     must name all axes that `x` has types of.
 
@@ -143,7 +147,8 @@ def redistribute_spmd(
         TransportError: a peer died, timed out, or made a different request.
     """
     if torch.compiler.is_dynamo_compiling():
-        call = _remembered(mesh, src, dst, shape, forward_dtype, backward_dtype, transport, topology, reduction)
+        types = _listed(src), _listed(dst)
+        call = _remembered(mesh, *types, shape, forward_dtype, backward_dtype, transport, topology, reduction)
         return call_in_graph(x, call)
     try:
         _check(x, mesh, forward_dtype, backward_dtype)
@@ -166,6 +171,21 @@ def redistribute_spmd(
         raise
 
 
+def _listed(value: Any) -> Any:
+    """An argument of types as `_remembered` takes it: a list of axes and types, S(dim) as an int, and the entries of
+    the PartitionSpec. Dynamo passes no objects of spmd_types to functions that it runs."""
+    types, spec = (value, None) if isinstance(value, dict) else (value.local_type, value.partition_spec)
+    kinds = [(axis, kind.dim if hasattr(kind, "dim") else kind) for axis, kind in types.items()]
+    return kinds, None if spec is None else list(spec)
+
+
+def _from_list(listed: Any) -> Any:
+    """The argument from which `_listed` made a list."""
+    (kinds, spec), spmd = listed, spmd_types_package()
+    types = {axis: spmd.S(kind) if isinstance(kind, int) else kind for axis, kind in kinds}
+    return types if spec is None else spmd.SpmdType(types, spmd.PartitionSpec(*spec))
+
+
 @constant_when_traced
 def _remembered(
     mesh: Any,
@@ -184,8 +204,8 @@ def _remembered(
     return remember(
         redistribute_spmd,
         mesh,
-        src,
-        dst,
+        _from_list(src),
+        _from_list(dst),
         shape=shape,
         forward_dtype=forward_dtype,
         backward_dtype=backward_dtype,
@@ -209,7 +229,8 @@ class _RedistributeSpmd(torch.autograd.Function):
             groups = request.groups
             out = redistribute_plain(local, request.mesh, request.shape, source, target, options, groups)
         if not keeps:
-            return torch.zeros_like(out, dtype=dtypes.result)
+            # Zeros that depend on the exchange: else torch.compile would remove or move it, on this rank alone.
+            out = out.masked_fill(torch.ones((), dtype=torch.bool, device=out.device), 0)
         return (out.view_as(out) if out is x else out).to(dtypes.result)
 
     @staticmethod

@@ -234,11 +234,12 @@ def _forward(
             return original(ctx, *args)
         if torch.compiler.is_dynamo_compiling():
             call = remembered(axis, settings, dtypes.op_dtype, dtypes.out_dtype)
-            out: torch.Tensor | None = call_in_graph(x, call)
+            out = call_in_graph(x, call)
         else:
-            out = _carry_out(partial(request, **dict(zip(names, settings, strict=True))), x, axis, dtypes)
-            if out is None:
+            carried = _carry_out(partial(request, **dict(zip(names, settings, strict=True))), x, axis, dtypes)
+            if carried is None:
                 return original(ctx, *args)
+            out = carried
         ctx.axis, ctx.backward_options, ctx.rank = axis, dtypes.backward_options, axis.rank()
         for name, value in zip(names, settings, strict=True):
             setattr(ctx, name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ class AsyncResult(AsyncCollectiveTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.elem.__reduce_ex__(protocol)  # a plain tensor wherever it is loaded
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return]  # raises, as for any such tensor
+        return deepcopy(self.elem, memo).requires_grad_(self.requires_grad)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from ...planner import Batch, Exchange, Program
+from ...planner import Batch, Exchange, Program, title
 from ..statistics import Summary
 from ..transports.base import OneSidedTransport, Transport, WindowedTransport
 from ..transports.comm_requests import AwaitTransfer, Barrier, CommRequest, StartTransfer, Transfer
@@ -28,6 +29,7 @@ RoundRun = Generator[CommRequest, Any, None]
 
 _AS_MESSAGES = Algorithm("send and receive", "one message has parts of many tensors")
 _HASH_FACTOR = 1000003  # odd, so that earlier values are not lost
+_MOST_REQUESTS = 4  # in a title
 _ALIGNMENT = 16  # bytes; of each tensor's part of a shared message
 
 
@@ -198,7 +200,13 @@ def aligned(nbytes: int) -> int:
 
 
 def _title(batch: Batch) -> str:
-    return f"a batch of {len(batch.programs)} tensors, {batch.digest:#x}"
+    """The number of tensors and their requests; of many the first ones, and the digest, which tells batches apart."""
+    number = len(batch.programs)
+    runs = [(text, len(list(same))) for text, same in groupby(map(title, batch.programs))]
+    requests = "; ".join(text if n == 1 else f"{n} times {text}" for text, n in runs[:_MOST_REQUESTS])
+    rest = sum(n for _, n in runs[_MOST_REQUESTS:])
+    more = f"; {rest} more, {batch.digest:#x}" if rest else ""
+    return f"a batch of {number} tensor{'' if number == 1 else 's'}: {requests}{more}"
 
 
 def _summary(batch: Batch, rank: int) -> Summary:

@@ -137,7 +137,7 @@ class DispatchConfig:
             if getattr(self, name) not in allowed:
                 raise ArgumentError(f"{name}: {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
         if self.dtype not in PAYLOADS:
-            raise ArgumentError(f"dtype: {self.dtype}; allowed: torch.float32, torch.bfloat16, torch.float16")
+            raise ArgumentError(f"dtype: {shown(self.dtype)}; allowed: torch.float32, torch.bfloat16, torch.float16")
         for name in ("zero_rows", "two_level", "dedupe"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, bool)):

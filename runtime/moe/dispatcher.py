@@ -69,7 +69,8 @@ class TokenDispatcher(TokenEngine):
         group_or_mesh: a process group, a 1-D DeviceMesh, or None for the default group. All of its ranks construct
             a dispatcher, with equal settings.
         num_experts: E. The ranks have consecutive experts, E // W each; the first E mod W ranks have one more.
-        top_k, hidden: K, H.
+        top_k: K, the width of topk_ids. It may exceed num_experts, since an id may be -1 or occur twice.
+        hidden: H.
         max_tokens: the largest T of any rank.
         dtype: float32, bfloat16 or float16.
         capacity: rows of each rank's buffer (int), or a factor of max_tokens * top_k (float); rounded up to `align`.

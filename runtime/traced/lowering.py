@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels import reduce_terms
-from ...planner import FILL, Exchange, Program, Row, Step, backend_reduction, is_even_all_gather
+from ...planner import FILL, Exchange, NodeLayout, Program, Row, Step, backend_reduction, is_even_all_gather
 from .boxes import Piece, Size, extent_of, put_together, read_box
 
 _c10d: Any = torch.ops._c10d_functional
@@ -51,21 +51,19 @@ class Collective(NamedTuple):
     Attributes:
         kind: "all-to-all", "all-gather", "reduce-scatter" or "all-reduce".
         group: of which some ranks may send and receive nothing.
-        step: the number of the step in the program.
     """
 
     kind: str
     group: Group
-    step: int
 
 
 def collectives_of(
-    program: Program, find_group: Callable[[Exchange, tuple[int, ...]], Group], reduction: str
+    program: Program, find_group: Callable[[tuple[int, ...] | None], Group], reduction: str
 ) -> list[Collective | None]:
     """The collective of each step of this rank's program; None for steps without one.
 
     Args:
-        find_group: a process group with these ranks, which exchange in a step, and possibly with others of the mesh.
+        find_group: a process group with these ranks, and possibly with others of the program; None: with all of them.
         reduction: "ordered" or "fast".
 
     Raises:
@@ -73,20 +71,21 @@ def collectives_of(
     """
     (position,) = program.ranks
     chosen: list[Collective | None] = []
-    for number, step in enumerate(program.steps):
-        members = program.members(step, position)
-        if not isinstance(step, Exchange) or (step.group is not None and len(members) == 1):
+    for step in program.steps:
+        if not isinstance(step, Exchange):
             chosen.append(None)
             continue
-        ranks = tuple(map(program.mesh.rank_at, members))
-        group = find_group(step, ranks)
+        members = program.members(step, position)
+        # Between meshes, and for parts of nodes, each rank has members of its own: all ranks of the program take part.
+        alike = step.group is not None and not any(isinstance(x, NodeLayout) for x in (step.source, step.target))
+        group = find_group(tuple(map(program.mesh.rank_at, members)) if alike else None)
         kind = None
-        if step.group is not None and sorted(group.ranks) == sorted(ranks):
+        if alike and len(group.ranks) == len(members):
             if reduction == "fast":
                 kind = backend_reduction(program, step, members)
             if kind is None and is_even_all_gather(program, step, members):
                 kind = "all-gather"
-        chosen.append(Collective(kind or "all-to-all", group, number))
+        chosen.append(Collective(kind or "all-to-all", group))
     return chosen
 
 
@@ -128,7 +127,8 @@ class _TracedStep:
             return self._reduce_scatter(x)
         if kind == "all-gather":
             return self._all_gather(x)
-        received, buffer = ({}, None) if kind is None else self._all_to_all(x)
+        receives = any(sender not in (self.me, FILL) for row in self.incoming for sender in row.senders)
+        received = self._all_to_all(x)[0] if kind is not None and receives else {}
         pieces = []
         for index, row in enumerate(self.incoming):
             terms = [
@@ -138,17 +138,23 @@ class _TracedStep:
             ]
             pieces.append(self._piece(row, self._reduced(terms, row, x)))
         out = self._put_together(pieces, x)
-        if buffer is not None and not received:
-            # The result depends on the exchange although this rank receives nothing, or torch would remove it from the
-            # graph, or move it to another, on this rank alone.
-            return torch.cat([out.reshape(-1), buffer]).view(out.shape)
+        if kind is not None and not receives:
+            # What this rank keeps goes through the exchange, so that the result depends on it. Else torch would remove
+            # the exchange from the graph, or move it, on this rank alone.
+            return self._all_to_all(x, out)[1].view(out.shape)
         if len(pieces) == 1 and self.step.reduce is None and self.incoming[0].senders[0] == self.me:
-            out = out.clone(memory_format=torch.contiguous_format)  # a view of the input
-        return out
+            return out.clone(memory_format=torch.contiguous_format)  # a view of the input
+        return out.contiguous()  # sums and concatenations keep the order in memory of a term that is a view
 
-    def _all_to_all(self, x: torch.Tensor) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor]:
-        """Exchange boxes. The values by the index of the row in `incoming` and that of the contributor, and the buffer
-        that they are in."""
+    def _all_to_all(
+        self, x: torch.Tensor, kept: torch.Tensor | None = None
+    ) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor]:
+        """Exchange boxes, and send `kept` to this rank itself.
+
+        Returns:
+            The values by the index of the row in `incoming` and that of the contributor, and the buffer that they are
+            in, or that has the elements of `kept`.
+        """
         assert self.collective is not None
         sent: list[torch.Tensor] = []
         sent_sizes: list[Size] = []
@@ -157,7 +163,9 @@ class _TracedStep:
         for rank in self.collective.group.ranks:
             peer = self._positions.get(rank)
             boxes, arriving = [], []
-            if peer is not None and peer != self.me:
+            if peer == self.me:
+                boxes = [] if kept is None else [kept]
+            elif peer is not None:
                 boxes = [self._read(x, row) for _, row in self._rows_between(self.me, peer)]
                 arriving = [
                     ((self._index_of[id(row)], number), extent_of(row.extent, self.axes, self.scale))
@@ -166,11 +174,14 @@ class _TracedStep:
             sent += [box.reshape(-1) for box in boxes]
             sent_sizes.append(sum(box.numel() for box in boxes))
             places += arriving
-            received_sizes.append(sum(math.prod(extent) for _, extent in arriving))
-        # A message without elements is a slice of `x` too: what does not depend on gradients, torch would move from the
-        # backward graph to the forward, on this rank alone.
-        nothing = x.reshape(1)[:0] if x.ndim == 0 else x.narrow(0, 0, 0).reshape(-1)
-        message = torch.cat(sent) if len(sent) > 1 else sent[0].contiguous() if sent else nothing
+            received_sizes.append(
+                sent_sizes[-1] if peer == self.me else sum(math.prod(extent) for _, extent in arriving)
+            )
+        # Every message depends on `x`, those without elements of it too: what does not depend on gradients, torch would
+        # move from the backward graph to the forward, on this rank alone.
+        if kept is not None or not sent:
+            sent.append(x.reshape(1)[:0] if x.ndim == 0 else x.narrow(0, 0, 0).reshape(-1))
+        message = torch.cat(sent) if len(sent) > 1 else sent[0].contiguous()
         width = 1 if message.dtype in _SENT_AS_THEY_ARE else message.element_size()
         splits = [[n * width for n in sizes] for sizes in (received_sizes, sent_sizes)]
         name = self.collective.group.name
@@ -187,19 +198,12 @@ class _TracedStep:
         assert self.collective is not None
         ranks, name = self.collective.group.ranks, self.collective.group.name
         gathered = _sent(x.contiguous(), lambda y: _c10d.all_gather_into_tensor(y, len(ranks), name))
-        rows = {row.senders[0]: row for row in self.incoming}
-        order = [rows[self._positions[rank]] for rank in ranks if self._positions[rank] in rows]
-        starts = [row.target_start for row in order]
-        whole = list(self.axes) == list(range(x.ndim)) and len(order) == len(self.incoming) == len(ranks)
-        whole = whole and all(
-            row.target_step == [1] * x.ndim and tuple(row.extent) == self.held_before for row in order
-        )
-        if whole and starts == [[i * self.held_before[0], *[0] * (x.ndim - 1)] for i in range(len(ranks))]:
+        if self._are_slices([row for rank in ranks for _, row in self._rows_between(self._positions[rank], self.me)]):
             return gathered
         shards = dict(zip(ranks, gathered.chunk(len(ranks)), strict=True))
         rank_at = self.program.mesh.rank_at
         pieces = [self._piece(row, self._read(shards[rank_at(row.senders[0])], row)) for row in self.incoming]
-        return self._put_together(pieces, x)
+        return self._put_together(pieces, x).contiguous()
 
     def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         assert self.collective is not None
@@ -221,6 +225,16 @@ class _TracedStep:
         terms = self._put_together([self._piece(row, self._read(x, row)) for row in self.incoming], x)
         return self._divided(
             _c10d.wait_tensor(_c10d.all_reduce(terms.contiguous(), self._backend_op, self.collective.group.name))
+        )
+
+    def _are_slices(self, rows: Sequence[Row]) -> bool:
+        """Whether the rows are whole shards that follow each other along the first tensor dim of the output."""
+        ndim, length = len(self.held_before), self.held_before[0]
+        return list(self.axes) == list(range(ndim)) and all(
+            tuple(row.extent) == self.held_before
+            and row.target_step == [1] * ndim
+            and row.target_start == [number * length, *[0] * (ndim - 1)]
+            for number, row in enumerate(rows)
         )
 
     @property

@@ -135,15 +135,28 @@ def _run(
     check_carried(program, units.carried)
     find = group_finder(find_groups(), sorted(program.mesh.rank_array.tolist()))
     collectives = collectives_of(program, find, reduction)
-    count_traced(describe(program, collectives, units), into_graph)
+    count_traced(_described(program, collectives, units), into_graph)
     return lower(program, collectives, units.scale, x.resolve_conj().resolve_neg())
 
 
-def describe(program: Program, collectives: Sequence[Collective | None], units: Units) -> str:
+def explain_traced(program: Program, reduction: str, groups: Sequence[dist.ProcessGroup]) -> str:
+    """The collectives of this rank's program in a graph, or why torch's own are traced."""
+    try:
+        find = group_finder(groups, sorted(program.mesh.rank_array.tolist()))
+        return _listed(collectives_of(program, find, reduction))
+    except UnsupportedError as error:
+        return f"left to torch: {error}"
+
+
+def _described(program: Program, collectives: Sequence[Collective | None], units: Units) -> str:
     """A traced redistribution in one line: the request, its collectives and the bytes that this rank receives."""
-    kinds = Counter(f"{c.kind} of {len(c.group.ranks)} ranks" for c in collectives if c is not None)
-    listed = ", ".join(kind if count == 1 else f"{count} × {kind}" for kind, count in kinds.items()) or "no collective"
     shape = [n * unit for n, unit in zip(units.shape, units.scale, strict=True)]
     received = program.bytes_received[0] * math.prod(units.scale)
     text = format_bytes(received) if isinstance(received, int) else f"{received} B"
-    return f"{title(program).replace(str(list(program.shape)), str(shape))}: {listed}, {text} received"
+    request = title(program).replace(str(list(program.shape)), str(shape))
+    return f"{request}: {_listed(collectives)}, {text} received"
+
+
+def _listed(collectives: Sequence[Collective | None]) -> str:
+    kinds = Counter(f"{c.kind} of {len(c.group.ranks)} ranks" for c in collectives if c is not None)
+    return ", ".join(kind if count == 1 else f"{count} × {kind}" for kind, count in kinds.items()) or "no collective"

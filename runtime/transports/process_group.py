@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PeerError, TransportError
+from ..process_group_cache import watch
 from .comm_requests import (
     AllGather,
     AllReduce,
@@ -146,8 +147,17 @@ class ProcessGroupTransport:
             schedule_event_loops()  # each process group has an event loop of its own
         self._group_list, self._groups = group_list, {}
         for group in group_list:
+            watch(group)
             ranks = GroupRanks.of(group, dist.get_process_group_ranks(group), self.rank)
             self._groups.setdefault(tuple(sorted(ranks)), ranks)
+
+    def forget_groups(self, living: Iterable[dist.ProcessGroup]) -> None:
+        """Let go of the process groups that are not `living`: the connections of a group last as long as anything holds
+        it."""
+        for group in set(self._used_groups).difference(living):
+            del self._used_groups[group]
+        if set(self._group_list or ()).difference(living):
+            self._group_list, self._groups = None, {}
 
     def group_order(self, ranks: Sequence[int]) -> GroupRanks | None:
         return self._groups.get(tuple(sorted(ranks)))

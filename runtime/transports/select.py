@@ -3,6 +3,9 @@
 There is one set of transports for the default process group and all groups of it, so that ranks have one order of calls
 and one pool of memory whatever groups they name. A failure invalidates them. Groups that are made after a failure of
 one of their ranks have a new set, so that a program goes on with new groups: `transports_of` finds the set of a call.
+
+What a group has, its connections among them, lasts as long as anything holds it, and what a set of transports has
+likewise. Where calls are bound, groups that were destroyed are let go of, and sets that no further call can find.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any
@@ -24,7 +27,7 @@ from ...errors import TransportError, UnsupportedError
 from ...planner import Topology
 from .. import flight_recorder
 from ..environment import pretended_node_size, requested_timeout, requested_transport
-from ..process_group_cache import ProcessGroupCache, forget_dead_groups, on_group_destroyed
+from ..process_group_cache import ProcessGroupCache, forget_dead_groups, living_groups, on_group_destroyed, watch
 from ..statistics import stats
 from .backend_limits import BACKENDS
 from .choose_transport import check_name, choose_transport, why_no_memory
@@ -60,7 +63,6 @@ class Transports:
         c10d: Any = dist.distributed_c10d
         self.group = c10d.GroupMember.WORLD
         self._after = after
-        self._groups: list[GroupRanks] = []  # made after the failure, that calls named
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Of the rendezvous, which serves all devices; a transport has that of its device's backend.
         self.timeout = max(timeout_on(device.type, self.group) for device in self.group._device_types or [_CPU])
@@ -95,9 +97,7 @@ class Transports:
         """Finish asynchronous calls that may never be waited for, because the group has ended, and wait for those in
         the background, which end after `_GRACE`. If another thread is in a call for longer, they are left to the first
         use of their outputs, with a warning."""
-        messages = [each for each in self._process_groups.values() if each.has_tags]
-        transports = [self._shared_memory_transport, *self._symmetric_memory_transports.values(), *messages]
-        pending = [transport for transport in transports if transport is not None and transport.pending is not None]
+        pending = self._with_pending_calls()
         has_background = "background" in vars(self.rendezvous)
         if has_background:
             for each in (self._shared_memory_transport, *self._process_groups.values()):
@@ -121,6 +121,12 @@ class Transports:
         finally:
             lock.depth -= 1
             lock.release_now()
+
+    def _with_pending_calls(self) -> list[SharedMemoryTransport | SymmetricMemoryTransport | ProcessGroupTransport]:
+        """The transports with a pending call, but for those of which a stream finishes it."""
+        messages = [each for each in self._process_groups.values() if each.has_tags]
+        transports = [self._shared_memory_transport, *self._symmetric_memory_transports.values(), *messages]
+        return [transport for transport in transports if transport is not None and transport.pending is not None]
 
     def leave(self) -> None:
         """Tell peers that this rank has left the group, for good."""
@@ -199,12 +205,22 @@ class Transports:
         """Whether calls of this set may use a process group: those made before a failure may have lost connections."""
         return self._after is None or self._after.is_before(group, dist.get_process_group_ranks(group))
 
-    def note_groups(self, groups: Sequence[GroupRanks]) -> None:
-        """Calls of this set name these process groups."""
-        if self._after is not None:
-            known = {ranks.process_group for ranks in self._groups}
-            new = (ranks for ranks in groups if ranks.process_group not in known and self.has(ranks.process_group))
-            self._groups.extend(new)
+    def forget_groups(self, living: Collection[dist.ProcessGroup]) -> None:
+        """Let go of the process groups that are not `living`, but not of those that a pending call may wait for."""
+        for (backend, group), transport in list(self._process_groups.items()):
+            if transport.pending is None:
+                transport.forget_groups(living)
+                if group not in living:
+                    del self._process_groups[backend, group]
+        for name, device_type, across in list(self._hierarchical):
+            if across not in self._process_groups.values():
+                del self._hierarchical[name, device_type, across]
+
+    def is_needed(self, living: Mapping[dist.ProcessGroup, Collection[int]]) -> bool:
+        """Whether further calls may be of this set, or a pending one is. `living`: all process groups of this rank."""
+        if self._after is None or self._with_pending_calls():
+            return True
+        return self.rendezvous.failures.may_be_last(self._after, living.items())
 
     def _carrier(self, ranks: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> GroupRanks:
         """The process group that carries messages among `ranks`: the default one, or of those made after the failure
@@ -215,13 +231,12 @@ class Transports:
         """
         if self._after is None:
             return self._world()
-        c10d: Any = dist.distributed_c10d
-        table = c10d._world.pg_group_ranks
-        known = [group for group in list(table) if isinstance(group, dist.ProcessGroup)]  # also stands for no group
-        numbered = sorted((g for g in known if g.group_name.isdecimal()), key=lambda g: int(g.group_name))
+        living = living_groups()
+        numbered = sorted((g for g in living if g.group_name.isdecimal()), key=lambda g: int(g.group_name))
         for group in (*groups, *numbered):
-            if set(ranks) <= set(table.get(group, ())) and self.has(group):
-                return GroupRanks.of(group, table[group], self.rank)
+            if set(ranks) <= set(living.get(group, ())) and self._after.is_before(group, living[group]):
+                watch(group)
+                return GroupRanks.of(group, living[group], self.rank)
         raise UnsupportedError(
             f"messages among ranks {tuple(ranks)}: rank {self._after.rank} failed in an earlier call, and no process "
             "group that was made since has all of these ranks; allowed: with one made before their mesh, as by "
@@ -235,9 +250,11 @@ class Transports:
         """Whether a rank's process is known to have ended."""
         if self._shared_memory_transport is not None and self._shared_memory_transport.has_died(rank):
             return True
-        groups = self._groups
         if self._after is None:
             groups = [self._world()] if self._find_obstacle("cpu") is None else []
+        else:
+            since = [(g, ranks) for g, ranks in living_groups().items() if self._after.is_before(g, ranks)]
+            groups = [GroupRanks.of(group, ranks, self.rank) for group, ranks in since]
         for group in groups:
             with suppress(RuntimeError):  # it has no backend for the CPU
                 if rank in group and self._process_group("cpu", group).is_gone(rank):
@@ -292,12 +309,13 @@ class Transports:
         carrier = carrier or self._world()
         group = carrier.process_group
         backend = self._backend(device_type, group)
-        if (backend, group) not in self._process_groups:
+        transport = self._process_groups.get((backend, group))
+        if transport is None:
             timeout = timeout_on(device_type, group)
-            self._process_groups[backend, group] = ProcessGroupTransport(
+            transport = self._process_groups[backend, group] = ProcessGroupTransport(
                 self.rank, self.size, timeout, backend, self.rendezvous, carrier
             )
-        return self._process_groups[backend, group]
+        return transport
 
 
 def timeout_on(device_type: str, group: Any) -> float:
@@ -375,21 +393,22 @@ _found: ProcessGroupCache[tuple[tuple[int, ...], tuple[dist.ProcessGroup, ...]],
 
 
 def _find(first: Transports, ranks: tuple[int, ...], groups: tuple[dist.ProcessGroup, ...]) -> Transports:
-    c10d: Any = dist.distributed_c10d
-    table = c10d._world.pg_group_ranks  # without groups that were destroyed
-    others = [group for group in groups if group != first.group and group in table]
-    named = [GroupRanks.of(group, table[group], first.rank) for group in others]
-    ranks = tuple(sorted(ranks))
-    after = first.rendezvous.failures.last_before(ranks, [(each.process_group, each) for each in named])
+    living = living_groups()
+    for number, transports in list(_transports.items()):
+        transports.forget_groups(living)
+        if not transports.is_needed(living):
+            _transports.pop(number, None)
+    named = [group for group in groups if group != first.group and group in living]
+    for group in named:
+        watch(group)  # for the keys of caches
+    after = first.rendezvous.failures.last_before(tuple(sorted(ranks)), [(group, living[group]) for group in named])
     if after is None:
         return first
     with _creating:
         if after.number not in _transports:
             _transports[after.number] = Transports(first, after)
             _ = _transports[after.number].machines
-    transports = _transports[after.number]
-    transports.note_groups(named)
-    return transports
+    return _transports[after.number]
 
 
 def has_topologies() -> bool:

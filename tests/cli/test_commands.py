@@ -76,6 +76,9 @@ def test_plan_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
         assert ", rank 5\n" in capsys.readouterr().out
 
 
+RESULTS = Path(command_line.__file__).parent / "bench/results/intel-r-xeon-r-processor-2-cores/quick.json"
+
+
 @pytest.mark.parametrize(
     ("redirection", "status", "error"),
     [
@@ -83,10 +86,37 @@ def test_plan_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
         ("> /dev/full", 2, "error: standard output: No space left on device\n"),
     ],
 )
-def test_output_that_cannot_be_written(redirection: str, status: int, error: str) -> None:
-    program = f"{shlex.quote(sys.executable)} -m shardweave plan --mesh 64 --shape 8192,64 S0 S1 --json"
-    done = subprocess.run(["bash", "-c", f"{program} {redirection}"], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize(
+    "arguments",
+    ["plan --mesh 64 --shape 8192,64 S0 S1 --json", f"compare {RESULTS} {RESULTS}", "dispatch --help"],
+    ids=lambda text: text.split()[0],
+)
+def test_output_that_cannot_be_written(arguments: str, redirection: str, status: int, error: str) -> None:
+    """Whether a command prints text or tables, or its help."""
+    program = f"{shlex.quote(sys.executable)} -m shardweave {arguments}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        ["bash", "-c", f"{program} {redirection}"], capture_output=True, text=True, timeout=120, env=environment
+    )
     assert (done.returncode, done.stderr) == (status, error)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 300])
+def test_text_is_wrapped_to_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for arguments in (DISPATCH, [*PLAN, "--transport", "process_group"]):
+        printed = []
+        for stream in (Terminal(), io.StringIO()):
+            monkeypatch.setattr(sys, "stdout", stream)
+            assert command_line.main(arguments) == 0
+            printed.append(stream.getvalue())
+        wrapped, plain = printed
+        assert wrapped.split() == plain.split() and max(map(len, wrapped.splitlines())) <= columns
+        assert (wrapped == plain) is (max(map(len, plain.splitlines())) <= columns)
 
 
 def test_version_lists_dependencies(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,8 +221,8 @@ def test_files_without_an_end_are_refused(tmp_path: Path, capsys: pytest.Capture
         ([*PLAN, "--topology", "/dev/zero"], "/dev/zero", "cannot be read: File too large; allowed: nvlink"),
         (["replay", "/dev/zero"], "/dev/zero", "cannot be read: File too large; allowed: a trace"),
         (["compare", "/dev/zero", "/dev/zero"], "/dev/zero", "cannot be read: File too large; allowed: what"),
-        ([*PLAN, "--topology", str(pipe)], pipe, "topology: not valid JSON"),
-        (["replay", str(pipe)], pipe, "not valid JSON"),
+        ([*PLAN, "--topology", str(pipe)], pipe, "cannot be read: an empty pipe that no process has open for writing"),
+        (["replay", str(pipe)], pipe, "cannot be read: an empty pipe that no process has open for writing; allowed"),
     ):
         assert command_line.main(arguments) == 2, arguments
         error = capsys.readouterr().err
@@ -226,6 +256,7 @@ NINES = "9" * 5000
         ([*PLAN, "--target-mesh", f"4@{NINES}"], "not a rank after @"),
         ([*PLAN, "--target-mesh", "4@999999999999"], "mesh: ranks (999999999999, 1000000000000, 1000000000001, "),
         ([*PLAN, "--mesh", NINES], "not sizes separated by commas"),
+        ([*PLAN, "--mesh", "2x0"], "argument --mesh: '2x0': a mesh dim of size 0; allowed: sizes of 1 or more"),
         ([*PLAN, "--mesh", "99999999,99999999"], "allowed: up to 16777216"),
         ([*PLAN, "--mesh", "64,32"], "--mesh: 2048 ranks, and no --rank; allowed: up to 1024, or one with --rank"),
         ([*PLAN, "--rank", "4"], "position 4 is outside the mesh (2, 2); allowed: 0..3"),
@@ -251,6 +282,7 @@ NINES = "9" * 5000
         (["replay", "t.json", "--most", "0"], "'0': not a number of redistributions, 1 or more"),
         (["demo", "--ranks", "5000"], "--ranks: 5000; allowed: up to 64 processes"),
         (["record", "-o", "/no/where.json", __file__], "--out: '/no/where.json' cannot be written"),
+        (["record"], "error: the following arguments are required: script\n"),
         (["record", NINES], "is not a file; allowed: a Python file"),
         (["record", "a\0b"], "is not a file; allowed: a Python file"),
         *(

@@ -66,7 +66,7 @@ def test_dispatch_json_equals_dispatcher(capsys):
     [
         (["--top-k", "33"], "top_k: 33; allowed: a whole number, 1 to 32"),
         (["--experts", "0"], "num_experts: 0"),
-        (["--dtype", "int8"], "dtype: int8; allowed: torch.float32"),
+        (["--dtype", "int8"], "dtype: 'int8'; allowed: torch.float32"),
         (["--capacity", "much"], "capacity: 'much'; allowed: rows, such as 4096, or a factor"),
         (["--capacity", "nan"], "capacity: nan"),
         (["--chunk-capacity", "-1"], "chunk_capacity: -1"),

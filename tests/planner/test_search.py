@@ -303,8 +303,17 @@ def test_redistribute_cost_at_most_one_mesh_dim_at_a_time() -> None:
 
 
 def test_plan_max_bytes_without_topology() -> None:
+    """No time is stated, since no links were given; paths over the limit are."""
     program = plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=10**6)
-    assert len(program.steps) == 1
+    assert len(program.steps) == 1 and program.digest == plan((2, 2), (64, 64), "float32", "S0 S1", "R R").digest
+    capped = plan((4, 8), (1024, 512), "float32", "R P", "R S0", max_bytes=3 << 20)
+    assert capped.explain().endswith("peak 2.5 MiB\n    not (R P) → (R S0): over max_bytes")
+    between = plan(
+        (2, 2), (64, 64), "float32", "P S0", "S0", target_mesh=Mesh((4,), ranks=range(8, 12)), max_bytes=10**6
+    )
+    for unpriced in (program, capped, between):
+        assert unpriced.topology is None and unpriced.cost_us is None and "µs" not in unpriced.explain()
+        assert Program.from_json(unpriced.to_json()).explain() == unpriced.explain()
     with pytest.raises(ArgumentError, match=r"max_bytes: 100; allowed: at least \d+, needed by the smallest"):
         plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=100)
     for wrong in ("much", -1):

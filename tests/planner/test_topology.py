@@ -86,7 +86,14 @@ def test_node_of() -> None:
         ({"network": {"latency_us": 1, "gigabytes_per_s": 1e-308, "one_sided": True}}, "gigabytes_per_s 1e-308; allo"),
         ({"network": {"latency_us": True, "gigabytes_per_s": 1, "one_sided": True}}, "link: latency_us True; allowed"),
         ({"call_us": -1}, "topology: call_us -1; allowed: a number from 0 to 1e+12"),
-        ({"speed": 1}, "allowed: an object of name, node_size, node, network, memory_gigabytes_per_s, call_us"),
+        (
+            {"speed": 1},
+            "topology: unknown key 'speed'; allowed: name, node_size, node, network, memory_gigabytes_per_s",
+        ),
+        (
+            {"network": {"speed": 1, "lanes": 2}},
+            "topology: network: unknown keys 'speed', 'lanes'; allowed: latency_us",
+        ),
         (
             {"node": {"latency_us": -1, "gigabytes_per_s": 1, "one_sided": True}},
             "latency_us -1; allowed: a number from 0 to 1e+12",

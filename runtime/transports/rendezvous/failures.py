@@ -80,16 +80,27 @@ class Failures:
         telling = [(g, members) for g, members in groups if g.group_name.isdecimal() or set(ranks) <= set(members)]
         if not telling:
             return None
+        found = self._read(ranks)
+        return max((f for f in found if any(f.is_before(g, members) for g, members in telling)), default=None)
+
+    def may_be_last(self, failure: Failure, groups: Collection[tuple[dist.ProcessGroup, Collection[int]]]) -> bool:
+        """Whether `last_before` may find this failure again, for any ranks, where `groups` are all that this rank has:
+        unless the same rank has failed since, and none of the groups was made in between."""
+        later = [each for each in self._read((failure.rank,)) if each.number > failure.number]
+        since = [(g, members) for g, members in groups if failure.is_before(g, members)]
+        return not later or any(not any(each.is_before(g, members) for each in later) for g, members in since)
+
+    def _read(self, ranks: tuple[int, ...]) -> list[Failure]:
+        """The failures of some ranks; none if the store cannot be reached."""
         keys = [_key(rank) for rank in ranks]
         texts: list[str | None] = []
         with suppress(RuntimeError):  # the store is gone: calls say so
             texts = list(self._texts.get_all(keys) or map(self._texts.get, keys))
-        found = [
+        return [
             Failure(number, rank, numbered, names)
             for rank, text in zip(ranks, texts, strict=False)
             for number, numbered, names in (parsed(rank, text, _FAILURES) if text else ())
         ]
-        return max((f for f in found if any(f.is_before(g, members) for g, members in telling)), default=None)
 
 
 def _key(rank: int) -> str:

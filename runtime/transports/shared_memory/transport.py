@@ -369,7 +369,7 @@ class SharedMemoryTransport:
                         self._check_fingerprint(other, fingerprint)
                     raise
             if theirs[slot + _FINGERPRINT] != fingerprint:
-                if self._has_refused_alone(peer, peers):
+                if self._has_refused_recoverably(peer, peers):
                     refused = peer  # raised once all have arrived
                     continue
                 self._check_fingerprint(peer, fingerprint)
@@ -386,7 +386,7 @@ class SharedMemoryTransport:
             raise self.rendezvous.errors.refused(refused.rank, recoverable=True)
         return offers
 
-    def _has_refused_alone(self, peer: _Peer, peers: list[_Peer]) -> bool:
+    def _has_refused_recoverably(self, peer: _Peer, peers: list[_Peer]) -> bool:
         """Whether a peer that has arrived at the current barrier refused exactly this call, all ranks of which meet in
         this barrier. Then no rank is in it any longer once all have arrived."""
         call, theirs, slot = self.rendezvous.calls.current, peer.page, self._slots[peer.barriers & 1]

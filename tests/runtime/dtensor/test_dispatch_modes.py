@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -438,7 +439,7 @@ def what_modes_see(rank: int) -> None:
     assert not seen.seen and out.full_tensor().equal(x.full_tensor())
     with FakeTensorMode(allow_non_fake_inputs=True):
         outs = [shardweave.redistribute(x, [S1]), *shardweave.redistribute_batch([x], [[S1]])]
-        assert all(type(out._local_tensor) is FakeTensor and out._local_tensor.shape == (8, 2) for out in outs)
+        assert all(type(out._local_tensor) is FakeTensor and out._local_tensor.shape == (6, 1) for out in outs)
         with pytest.raises(UnsupportedError, match="a fake tensor mode is"):
             shardweave.prepare_redistribute(x, [S1])
     assert shardweave.redistribute(x, [S1]).full_tensor().equal(x.full_tensor())
@@ -519,3 +520,21 @@ def two_backward_passes(rank: int) -> None:
 
 def test_recomputation_in_two_backward_passes() -> None:
     run_ranks(two_backward_passes, 2)
+
+
+def traced_on_part_of_a_mesh(rank: int) -> None:
+    """What first reads the ranks of a mesh is a tracer."""
+    shardweave.install()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(x, mesh, [S0]).redistribute(placements=[R]).to_local()
+
+    x = torch.full((2, 3), float(rank))
+    graph = make_fx(gathered, tracing_mode="fake")(x)
+    assert shardweave.stats().traced.total() == 1 and not shardweave.stats().delegations
+    assert graph(x).equal(gathered(x))
+
+
+def test_make_fx_on_part_of_a_mesh() -> None:
+    run_ranks(traced_on_part_of_a_mesh, 4)

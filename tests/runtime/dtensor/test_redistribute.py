@@ -338,9 +338,22 @@ def test_tensors_outlive_their_process_group() -> None:
     run_ranks(several_process_groups, 2)
 
 
+def another_dtype_than_in_the_spec(rank: int, transport: str) -> None:
+    """As FSDP2 makes DTensors of cast parameters that it reshards to fewer ranks after forward."""
+    x = distribute_tensor(torch.arange(48.0).view(8, 6), init_device_mesh("cpu", (2,)), [Shard(0)])
+    cast = DTensor(x._local_tensor.bfloat16(), x._spec, requires_grad=False)
+    y = shardweave.redistribute(cast, [Replicate()], transport=transport)
+    assert y.to_local().equal(torch.arange(48.0).view(8, 6).bfloat16())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_local_tensors_of_another_dtype_than_the_spec(transport: str) -> None:
+    run_ranks(another_dtype_than_in_the_spec, 2, transport)
+
+
 def layouts_in_other_forms(rank: int, transport: str) -> None:
     mesh, x = init_device_mesh("cpu", (2, 2)), whole_tensor((8, 6), torch.float32)
-    source = make(x, mesh, (Shard(0), Shard(1)), {})
+    source, on = make(x, mesh, (Shard(0), Shard(1)), {}), "float32[8, 6] on 2×2"
     forms = (
         ("S1 S0", (Shard(1), Shard(0)), None),
         ("R S0", (Replicate(), Shard(0)), None),
@@ -362,6 +375,11 @@ def layouts_in_other_forms(rank: int, transport: str) -> None:
         batch = shardweave.redistribute_batch([source] * 5, texts, transport=transport, topology="nvlink")
         for y, (_, want, order) in zip(batch, forms, strict=True):
             assert y.to_local().equal(held_by(x, want, mesh, order or {}))
+        shardweave.redistribute_batch([source] * 3, ["S1 S0", "S1 S0", "R R"], transport=transport)
+    counted = [text for text, _ in shardweave.stats().redistributions]
+    assert f"a batch of 3 tensors: 2 times S0 S1 → S1 S0   {on}; S0 S1 → R R   {on}" in counted
+    first = "; ".join(f"S0 S1 → {text}   {on}" for text in texts[:4])
+    assert any(text.startswith(f"a batch of 5 tensors: {first}; 1 more, 0x") for text in counted)
     for form, text in (
         ("S1 S9", "placements: mesh dim 1 shards tensor dim 9, out of range; allowed: 0..1"),
         ("S1", "placements: S1 has 1 placements, the mesh (2, 2) has 2 dims; allowed: one each"),
@@ -375,8 +393,10 @@ def layouts_in_other_forms(rank: int, transport: str) -> None:
             assert text in str(raised.value)
     with pytest.raises(shardweave.ArgumentError, match="^shard_order: given together with the layout S0 S0"):
         shardweave.redistribute(source, "S0 S0", shard_order={0: (1, 0)})
-    with pytest.raises(shardweave.ArgumentError, match="^placements: 'S1 S0'; allowed: a list"):
+    with pytest.raises(shardweave.ArgumentError, match="^placements: 'S1 S0'; allowed: a list of the placements or"):
         shardweave.redistribute_batch([source], "S1 S0")
+    with pytest.raises(shardweave.ArgumentError, match="^dtensors: 5; allowed: a list of DTensors"):
+        shardweave.redistribute_batch(5, ["S1 S0"])  # type: ignore[arg-type]
     with pytest.raises(shardweave.ArgumentError, match="^topology: 'nvlinks'; allowed: a Topology, or None, or a name"):
         shardweave.redistribute(source, "S1 S0", topology="nvlinks")  # type: ignore[arg-type]
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -151,6 +152,22 @@ def saved(rank: int) -> None:
 
 def test_saved_result_is_complete() -> None:
     run_ranks(saved, 2)
+
+
+def deeply_copied(rank: int) -> None:
+    """As a plain tensor of its own memory; torch refuses what autograd has recorded, and still does."""
+    x, whole = sharded(DeviceMesh("cpu", [0, 1]), 10, 6, torch.float32)
+    y = begun(x)
+    for given, copied in ((y, deepcopy(y)), (z := begun(x).to_local(), deepcopy(z))):
+        local = copied.to_local() if isinstance(copied, DTensor) else copied
+        given.zero_()
+        assert type(local) is torch.Tensor and local.equal(whole)
+    with pytest.raises(RuntimeError, match="created explicitly by the user"):
+        deepcopy(begun(x.detach().requires_grad_()).to_local())
+
+
+def test_copied_result_is_complete() -> None:
+    run_ranks(deeply_copied, 2)
 
 
 def compiled(rank: int) -> None:

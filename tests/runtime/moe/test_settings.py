@@ -43,6 +43,7 @@ def one(**given) -> DispatchConfig:
         ({"align": 0}, "align: 0"),
         ({"max_tokens": True}, "max_tokens: True"),
         ({"dtype": torch.float64}, "dtype: torch.float64"),
+        ({"dtype": "bf16"}, "dtype: 'bf16'; allowed: torch.float32, torch.bfloat16, torch.float16"),
         ({"overflow": "ignore"}, "overflow: 'ignore'; allowed: 'raise', 'drop'"),
         ({"layout": "ragged"}, "layout: 'ragged'"),
         ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'fixed'"),

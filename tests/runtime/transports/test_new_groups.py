@@ -1,7 +1,10 @@
-"""Process groups that are made after a failure work; a rank that leaves its process group is named by its peers."""
+"""Process groups that are made after a failure work, and keep nothing once they are destroyed; a rank that leaves its
+process group is named by its peers."""
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import threading
 import time
@@ -172,6 +175,117 @@ def mesh_without_a_group(rank: int) -> None:
 
 def test_messages_need_a_new_group_of_all_ranks() -> None:
     run_ranks(mesh_without_a_group, 4, environment=environment_of("process_group"))
+
+
+def held() -> tuple[int, int]:
+    """The descriptors and the threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def check_no_more_are_held(than: tuple[int, int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(now > before for now, before in zip(held(), than, strict=True)) and time.monotonic() < deadline:
+        time.sleep(0.05)  # threads end within a few seconds
+    now = held()
+    assert now[0] <= than[0] and now[1] <= than[1], f"{now} descriptors and threads, before {than}"
+
+
+def gathered(mesh: DeviceMesh) -> torch.Tensor:
+    return shardweave.redistribute(sharded(mesh), [Replicate()]).to_local()
+
+
+def replace_groups(_: int) -> None:
+    """Each failure is followed by a new group, after which the one that failed is destroyed."""
+    mesh = init_device_mesh("cpu", (4,))
+    check(mesh)
+    group, first, before = None, torch.empty(0), (0, 0)
+    for number in range(6):
+        dist.barrier(group)  # peers are no longer in the call before
+        disagree(mesh)
+        new = dist.new_group([0, 1, 2, 3])
+        mesh = DeviceMesh.from_group(new, "cpu")
+        out = gathered(mesh)
+        if group is not None:
+            dist.destroy_process_group(group)
+        group = new
+        check(mesh)
+        first = first if number else out
+        if number == 1:
+            before = held()
+        del out
+    check_no_more_are_held(before)
+    assert first.equal(WHOLE)
+
+
+def use_groups_in_turn(rank: int) -> None:
+    world = init_device_mesh("cpu", (4,))
+    check(world)
+    outputs, before = [], (0, 0)
+    for failed in (False, True):
+        if failed:
+            dist.barrier()
+            disagree(world)
+        for number in range(5):
+            every, half = dist.new_group([0, 1, 2, 3]), [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+            out = gathered(DeviceMesh.from_group(every, "cpu"))
+            dispatch(half)
+            check(DeviceMesh.from_group(half, "cpu"))
+            if number == 0:
+                outputs.append(out)
+                before = held()
+            del out
+            dist.destroy_process_group(every)
+            dist.destroy_process_group(half)
+            del every, half
+        check_no_more_are_held(before)
+    assert all(out.equal(WHOLE) for out in outputs)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("main", [replace_groups, use_groups_in_turn])
+def test_destroyed_groups_keep_no_descriptors_or_threads(transport: str, main: Callable[[int], None]) -> None:
+    run_ranks(main, 4, environment=environment_of(transport))
+
+
+def destroy_on_some_ranks(rank: int) -> None:
+    """Rank 0 has no group left that was made after the failure; rank 1 has one with others."""
+    disagree(init_device_mesh("cpu", (4,)))
+    pair, rest = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
+    for _ in range(3):
+        if rank < 2:
+            check(DeviceMesh.from_group(pair, "cpu"))
+            dist.destroy_process_group(pair)
+        if rank > 0:
+            check(DeviceMesh.from_group(rest, "cpu"))
+        pair = dist.new_group([0, 1])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_destroy_different_groups(transport: str) -> None:
+    run_ranks(destroy_on_some_ranks, 4, environment=environment_of(transport))
+
+
+def destroy_with_a_pending_call(_: int) -> None:
+    world = init_device_mesh("cpu", (4,))
+    for failed in (False, True):
+        if failed:
+            dist.barrier()
+            disagree(world)
+            world = DeviceMesh.from_group(dist.new_group([0, 1, 2, 3]), "cpu")
+        group = dist.new_group([0, 1, 2, 3])
+        x = sharded(DeviceMesh.from_group(group, "cpu"))
+        y = shardweave.redistribute(x, [Replicate()], async_op=True)
+        dist.destroy_process_group(group)
+        del group, x
+        shardweave.redistribute(sharded(world), [Shard(0)])  # nothing to exchange
+        assert y.to_local().equal(WHOLE)
+        check(world)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_pending_call_outlives_its_group(transport: str) -> None:
+    run_ranks(destroy_with_a_pending_call, 4, environment=environment_of(transport))
 
 
 def leave(rank: int, inside: bool, keep: bool) -> str:

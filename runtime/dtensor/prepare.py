@@ -13,7 +13,10 @@ from ...errors import ArgumentError, TransportError, UnsupportedError, shown
 from ...kernels import HALVES
 from ...planner import Mesh
 from ..convert_specs import mesh_of
+from ..executor.call import binding, check_backend, check_ranks, found_topology_of, naming, transport_for
+from ..executor.run import finish_pending
 from ..process_group_cache import clear_caches
+from ..traced.process_groups import make_group
 from ..transports.choose_transport import TransportName
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
@@ -21,8 +24,6 @@ from ..transports.select import AnyTransport
 from ..transports.streams import order_on, refuse_capture
 from ..transports.symmetric_memory.rates import measure_rates
 from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
-from .call import binding, check_backend, check_ranks, found_topology_of, naming, transport_for
-from .run import finish_pending
 
 _logger = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 62
@@ -38,7 +39,9 @@ def prepare(
     that reach each other's memory, so that programs are bound without waiting for other ranks, and it measures how fast
     the ranks write and read through it: steps that are bound later push or pull accordingly. Where ranks send and
     receive, it exchanges a message with every rank and in every group, because backends connect ranks on first use.
-    Shared memory needs no preparation. Ranks of several machines find their topology.
+    Shared memory needs no preparation. Ranks of several machines find their topology. A mesh of several dims that is
+    a part of the world, as a pipeline stage is, gets a process group of all its ranks, which traced exchanges along
+    several mesh dims need.
 
     With `prepare_redistribute` afterwards, the first call of a request allocates nothing but tensors, and may be
     captured in a CUDA graph.
@@ -86,6 +89,8 @@ def prepare(
     ranks = tuple(sorted(planned_mesh.rank_array.tolist()))
     with binding():
         _prepare_ranks(ranks, device, transport, mesh, max_bytes, pooled_outputs)
+    if mesh.ndim > 1:
+        make_group(ranks)
 
 
 def _prepare_ranks(
