@@ -164,7 +164,7 @@ def _trace_plain(
         reduction=options.reduction,
         topology=options.topology,
         find_topology=lambda program: topology_when_traced(program, x.device, options.reduction, *meshes),
-        groups=[group for mesh in meshes if is_in(mesh) for group in groups_of_mesh(mesh)],
+        find_groups=lambda: [group for mesh in meshes if is_in(mesh) for group in groups_of_mesh(mesh)],
         into_graph=into_graph,
     )
     return out if out is x else _in_order(out, target.tensor_meta)

@@ -102,7 +102,7 @@ def _trace(
         reduction=options.reduction,
         topology=options.topology,
         find_topology=lambda program: topology_when_traced(program, x.device, options.reduction, groups=groups),
-        groups=groups,
+        find_groups=lambda: groups,
         into_graph=into_graph,
     )
 

@@ -47,7 +47,7 @@ def redistribute_traced(
     reduction: str,
     topology: Topology | None,
     find_topology: Callable[[Program], Topology | None],
-    groups: Sequence[dist.ProcessGroup],
+    find_groups: Callable[[], Sequence[dist.ProcessGroup]],
     into_graph: bool | None,
 ) -> torch.Tensor:
     """Redistribute a plain traced tensor by torch's operators and functional collectives.
@@ -56,7 +56,7 @@ def redistribute_traced(
         x: this rank's shard under `source`.
         shape: the global shape; sizes may be symbolic.
         topology: that programs are planned for; None: what `find_topology` returns, given the program for one machine.
-        groups: process groups for the collectives (`group_finder`).
+        find_groups: returns process groups for the collectives (`group_finder`).
         into_graph: as for `count_traced`.
 
     Raises:
@@ -77,7 +77,7 @@ def redistribute_traced(
         local_shape = shape if is_cross_mesh or x.ndim != len(shape) else x.shape
         units = units_of(shape, local_shape, mesh, source, target, is_cross_mesh)
         program = _program(x, units, mesh, source, target, target_mesh, topology, find_topology)
-        return _run(program, x, units, reduction, groups, into_graph)
+        return _run(program, x, units, reduction, find_groups, into_graph)
     except GuardOnDataDependentSymNode as error:
         raise UnsupportedError(f"a size that depends on data: {error}") from error
 
@@ -123,7 +123,7 @@ def _run(
     x: torch.Tensor,
     units: Units,
     reduction: str,
-    groups: Sequence[dist.ProcessGroup],
+    find_groups: Callable[[], Sequence[dist.ProcessGroup]],
     into_graph: bool | None,
 ) -> torch.Tensor:
     (position,) = program.ranks
@@ -133,7 +133,7 @@ def _run(
     if program.is_identity:
         return x
     check_carried(program, units.carried)
-    find = group_finder(groups, sorted(program.mesh.rank_array.tolist()))
+    find = group_finder(find_groups(), sorted(program.mesh.rank_array.tolist()))
     collectives = collectives_of(program, find, reduction)
     count_traced(_described(program, collectives, units), into_graph)
     return lower(program, collectives, units.scale, x.resolve_conj().resolve_neg())

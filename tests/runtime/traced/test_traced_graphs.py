@@ -54,11 +54,11 @@ def test_a_graph_for_all_ranks_is_left_to_torch(mesh: DeviceMesh) -> None:
         shardweave.install()
         assert traced(mesh).code == expected
     assert [text.partition(":")[0] for text in shardweave.stats().delegations] == ["compile_on_one_rank"]
-    assert traced(mesh).code != expected and shardweave.stats().traced.total() == 1
+    assert traced(mesh).code != expected
 
 
 def test_a_graph_holds_no_rank_table(mesh: DeviceMesh) -> None:
     shardweave.install()
     module = traced(mesh)
-    assert shardweave.stats().traced.total() == 1
+    assert "_c10d_functional.all_to_all_single" in module.code
     assert not dict(module.named_buffers()) and not [name for name in vars(module) if name.startswith("_tensor_")]
