@@ -175,8 +175,8 @@ def _check_kept_in_graphs(result: DTensor) -> None:
     Raises:
         UnsupportedError: torch gives DTensors in graphs the default shard order (2.11), and `result` has another.
     """
-    _, context = result.__tensor_flatten__()
-    inner = {"_local_tensor": result._local_tensor}
+    names, context = result.__tensor_flatten__()
+    inner = {name: getattr(result, name) for name in names}
     kept = DTensor.__tensor_unflatten__(inner, context, result.size(), result.stride())
     if kept._spec.shard_order != result._spec.shard_order:
         raise UnsupportedError(

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...errors import ArgumentError, UnsupportedError
+from ..executor import dispatch_modes
 from ..executor.dispatch_modes import below_modes, under_modes
 from . import operations, ops
 from .config import DispatchConfig
@@ -26,7 +27,7 @@ def dispatch_tokens(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[Route
     compiling = torch.compiler.is_compiling()
     if engine.config.save == "redispatch" and compiling:
         raise UnsupportedError('save="redispatch" under torch.compile; allowed: "buffer", "copy"')
-    if not under_modes():
+    if compiling or not dispatch_modes.count_dispatch_modes():
         copies = [copied_weights(item.weights) for item in tokens]
         return routed_tokens(engine, engine.config, tokens, copies, compiling=compiling)
     with below_modes():
@@ -131,7 +132,7 @@ def combine_tokens(
 ) -> list[torch.Tensor]:
     """TokenDispatcher.combine of all ranks in this process."""
     compiling = torch.compiler.is_compiling()
-    if under_modes():
+    if not compiling and dispatch_modes.count_dispatch_modes():
         return start_combine(engine, values, routed, outs, adds, weighted, in_phases=False)()
     weights = [r.topk_weights if weighted else None for r in routed]
     records = tuple(r._record for r in routed)

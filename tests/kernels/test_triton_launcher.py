@@ -312,7 +312,7 @@ def launches_of_windowed_tokens(stub: StubDriver) -> int:
 
     with (
         checked_kernels(stub) as seen,
-        patch.object(dispatcher, "current_transports", lambda: found),
+        patch.object(dispatcher, "transports_of", lambda *_: found),
         patch.object(dispatcher, "why_not_backend", lambda *_: None),
         patch.object(launch.RepeatedLaunch, "__call__", counted),
     ):
