@@ -52,6 +52,7 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "install(), ordered_redistribute_local_tensor": {},
 }
 """The arguments of `install`; None: it is not called."""
+_LOCAL = ": no collective, "
 _REPLACED = "ordered_redistribute_local_tensor"
 
 
@@ -201,7 +202,9 @@ def page(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[str], list[s
         )
         if SIDES[side] is not None:
             details += ["", f"## `{side}`", ""]
-            counts = [(f"in the graph: {text}", n) for text, n in sorted(first["traced"].items())]
+            local = sum(n for text, n in first["traced"].items() if _LOCAL in text)
+            counts = [(text, n) for text, n in sorted(first["traced"].items()) if _LOCAL not in text]
+            counts += [("without a collective, those of the graph's inputs among them", local)]
             counts += [(f"left to torch: {text}", n) for text, n in sorted(first["delegations"].items())]
             details += table(("redistributions on rank 0", "count"), counts)
     return [*table(heads, rows), *details], wrong
