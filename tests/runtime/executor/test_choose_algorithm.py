@@ -175,6 +175,7 @@ def test_explain_shows_transport_and_algorithms(transport: str, means: str) -> N
             f"     by {means}",
             "  received 24 B (bound 24 B, met exactly), peak 72 B",
             f"  on transport {transport}: requested",
+            "  when torch traces: all-gather of 2 ranks",
         ]
 
 
