@@ -19,8 +19,9 @@ NAVIGATION = {
     "README": {
         "Use": [
             "docs/concepts", "docs/getting-started", "docs/dtensor", "docs/compiled-programs", "docs/redistribute",
-            "docs/token-dispatch", "docs/several-machines", "docs/torchtitan", "docs/huggingface", "docs/moe-frameworks", "docs/benchmarking",
-            "docs/observability", "docs/reliability", "docs/when-not-to-use", "docs/limits",
+            "docs/token-dispatch", "docs/several-machines", "docs/torchtitan", "docs/huggingface",
+            "docs/moe-frameworks", "docs/benchmarking", "docs/observability", "docs/reliability",
+            "docs/when-not-to-use", "docs/limits",
         ],
         "Look up": ["docs/troubleshooting", "docs/errors", "docs/environment", "docs/versions", "CHANGELOG"],
         "API": ["docs/api/index"],
