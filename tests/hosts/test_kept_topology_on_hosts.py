@@ -25,7 +25,7 @@ def test_topology_stays_when_a_host_joins_late(late: int | None, start_hosts: Ca
 def named(rank: int, first_calls: int) -> None:
     """Raise the error that names the dead rank: ranks that return a value wait for all others."""
     before, after, errors = dies(rank, 4, first_calls)
-    assert before == after and errors[0] == errors[1]
+    assert before == after and errors[1].startswith(errors[0])  # which a later call explains
     raise TransportError(f"{errors[0]}\n{before.fingerprint}, {before.nodes}")
 
 
