@@ -16,6 +16,7 @@ PROGRAMS = (
     "planning.scale",
     "planning.projection",
     "workloads.record_workloads",
+    "baselines.autoparallel_model",
     "baselines.torch_tests",
     "suites.training",
     "reliability.faults",
