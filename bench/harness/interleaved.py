@@ -133,10 +133,12 @@ def scheduled_for(side: str) -> AbstractContextManager[None]:
 
 
 def in_order(sides: Iterable[str], number: int) -> list[str]:
-    """The order of contenders in a round: each round starts with another."""
+    """The order of contenders in a round: each round starts with another, and every other one is backwards, so that
+    none always follows the same one."""
     names = list(sides)
     first = number % len(names)
-    return names[first:] + names[:first]
+    names = names[first:] + names[:first]
+    return names[::-1] if number % 2 else names
 
 
 def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]], side: str) -> list[float]:

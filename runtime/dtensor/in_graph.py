@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..statistics import count_ignored_by_dynamo
+
 F = TypeVar("F", bound=Callable[..., object])
 _calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
 
 
-def constant_when_traced(function: F) -> F:
+def _constant_when_traced(function: F) -> F:
     """Have torch.compile run a function while it traces, and take its result for a constant.
 
     As `torch.compiler.assume_constant_result`, without the import of torch._dynamo, which takes longer than
@@ -27,12 +29,16 @@ def constant_when_traced(function: F) -> F:
     return function
 
 
-def remember(function: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> str:
-    """A text that stands for `function(x, *arguments, **options)` in `call_in_graph`. For functions that are
-    `constant_when_traced`.
+@_constant_when_traced
+def remember(
+    function: Callable[..., torch.Tensor], *arguments: Any, transport: str | None = None, **options: Any
+) -> str:
+    """A text that stands for `function(x, *arguments, **options)` in `call_in_graph`. `transport` has no effect.
 
     Equal calls have equal texts in all processes, so that graphs in torch's caches keep their meaning.
     """
+    if transport is not None:
+        count_ignored_by_dynamo("transport")
     torch.compiler.allow_in_graph(call_in_graph)
     arguments, options = tuple(map(_real, arguments)), {name: _real(value) for name, value in options.items()}
     values = [*arguments, *(part for option in sorted(options.items()) for part in option)]
@@ -47,7 +53,9 @@ def call_in_graph(x: torch.Tensor, text: str) -> torch.Tensor:
 
 
 def _real(value: Any) -> Any:
-    """The mesh or process group for which Dynamo passes a stand-in."""
+    """With the meshes and process groups for which Dynamo passes stand-ins."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_real, value))
     return value.real_obj if isinstance(value, FakeScriptObject) else value
 
 
@@ -57,7 +65,7 @@ def _text(value: Any) -> str:
         return repr((str(value.group_name), dist.get_process_group_ranks(value)))
     if isinstance(value, DeviceMesh):
         groups = value.get_all_groups() if value.get_coordinate() is not None else []
-        return f"{value!r} of {list(map(_text, groups))}"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_text(key)}: {item!r}' for key, item in value.items())}}}"
+        return f"{value!r} of {_text(groups)}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
     return repr(value)

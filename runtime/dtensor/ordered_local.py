@@ -14,9 +14,8 @@ from ...errors import ArgumentError, UnsupportedError
 from ...planner import Topology, TopologyName, whole_numbers
 from ..convert_specs import with_placements
 from ..executor.call import refuse_unplanned
-from ..statistics import count_ignored_by_dynamo
 from ..transports.choose_transport import TransportName
-from .in_graph import call_in_graph, constant_when_traced, remember
+from .in_graph import call_in_graph, remember
 from .redistribute import cuts_of, redistribute_local, shard_order_argument, sorted_orders
 from .redistribute_options import RedistributeOptions, call_options
 
@@ -50,8 +49,11 @@ def ordered_redistribute_local_tensor(
         ArgumentError, UnsupportedError, TransportError: as `redistribute`.
     """
     if torch.compiler.is_dynamo_compiling():
-        request = _remembered(source_spec, target_spec, source_order, target_order, transport, topology)
-        return call_in_graph(tensor, request)
+        orders = source_order, target_order
+        call = remember(
+            ordered_redistribute_local_tensor, source_spec, target_spec, *orders, transport=transport, topology=topology
+        )
+        return call_in_graph(tensor, call)
     try:
         source, target = (
             _in_order(name, spec, order)
@@ -62,14 +64,6 @@ def ordered_redistribute_local_tensor(
     except (ArgumentError, UnsupportedError) as error:
         refuse_unplanned(error, [spec.mesh for spec in (source_spec, target_spec) if isinstance(spec, DTensorSpec)])
         raise
-
-
-@constant_when_traced
-def _remembered(source: Any, target: Any, source_order: Any, target_order: Any, transport: Any, topology: Any) -> str:
-    """The call with these arguments, for `call_in_graph`."""
-    if transport is not None:
-        count_ignored_by_dynamo("transport")
-    return remember(ordered_redistribute_local_tensor, source, target, source_order, target_order, topology=topology)
 
 
 class _OrderedRedistribute(torch.autograd.Function):

@@ -26,11 +26,10 @@ from ..convert_specs import (
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
-from ..statistics import count_ignored_by_dynamo
 from ..transports.choose_transport import TransportName
 from . import observer
 from .autograd import RedistributeArgs, redistribute_forward, redistribute_with_gradient, same_layout, with_dtype
-from .in_graph import call_in_graph, constant_when_traced, remember
+from .in_graph import call_in_graph, remember
 from .local import (
     bind_redistribution,
     explain_redistribution,
@@ -108,10 +107,18 @@ def redistribute(
     if torch.compiler.is_dynamo_compiling():
         if out is not None:
             raise UnsupportedError("out: given, and torch.compile is tracing; allowed there: None")
-        request = _remembered(
-            placements, device_mesh, shard_order, forward_dtype, backward_dtype, transport, topology, reduction
+        call = remember(
+            redistribute,
+            placements,
+            device_mesh=device_mesh,
+            shard_order=shard_order,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+            transport=transport,
+            topology=topology,
+            reduction=reduction,
         )
-        return call_in_graph(dtensor, request)  # type: ignore[return-value]
+        return call_in_graph(dtensor, call)  # type: ignore[return-value]
     try:
         if not isinstance(async_op, bool):
             raise ArgumentError(f"async_op: {async_op!r}; allowed: True or False")
@@ -142,32 +149,6 @@ def redistribute(
     except (ArgumentError, UnsupportedError) as error:
         refuse_unplanned(error, [dtensor.device_mesh, *([device_mesh] if isinstance(device_mesh, DeviceMesh) else [])])
         raise
-
-
-@constant_when_traced
-def _remembered(
-    placements: Any,
-    device_mesh: Any,
-    shard_order: Any,
-    forward_dtype: Any,
-    backward_dtype: Any,
-    transport: Any,
-    topology: Any,
-    reduction: Any,
-) -> str:
-    """The call of `redistribute` with these arguments, for `call_in_graph`."""
-    if transport is not None:
-        count_ignored_by_dynamo("transport")
-    return remember(
-        redistribute,
-        placements,
-        device_mesh=device_mesh,
-        shard_order=shard_order,
-        forward_dtype=forward_dtype,
-        backward_dtype=backward_dtype,
-        topology=topology,
-        reduction=reduction,
-    )
 
 
 def _check_kept_in_graphs(result: DTensor) -> None:

@@ -30,10 +30,9 @@ from ..executor.call import refuse_unplanned, why_no_data
 from ..executor.choose_algorithm import Reduction
 from ..executor.dispatch_modes import active_modes, is_traced
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
-from ..statistics import count_ignored_by_dynamo
 from ..traced.redistribution import TRACED_TYPES
 from ..transports.choose_transport import TransportName
-from .in_graph import call_in_graph, constant_when_traced, remember
+from .in_graph import call_in_graph, remember
 from .plain_calls import redistribute_plain
 from .redistribute_options import RedistributeOptions, call_options
 from .spmd_distribution import (
@@ -147,8 +146,18 @@ def redistribute_spmd(
         TransportError: a peer died, timed out, or made a different request.
     """
     if torch.compiler.is_dynamo_compiling():
-        types = _listed(src), _listed(dst)
-        call = _remembered(mesh, *types, shape, forward_dtype, backward_dtype, transport, topology, reduction)
+        call = remember(
+            _of_lists,
+            mesh,
+            _listed(src),
+            _listed(dst),
+            shape=shape,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+            transport=transport,
+            topology=topology,
+            reduction=reduction,
+        )
         return call_in_graph(x, call)
     try:
         _check(x, mesh, forward_dtype, backward_dtype)
@@ -172,46 +181,22 @@ def redistribute_spmd(
 
 
 def _listed(value: Any) -> Any:
-    """An argument of types as `_remembered` takes it: a list of axes and types, S(dim) as an int, and the entries of
+    """An argument of types for `_of_lists`: a list of axes and types, S(dim) as an int, and the entries of
     the PartitionSpec. Dynamo passes no objects of spmd_types to functions that it runs."""
     types, spec = (value, None) if isinstance(value, dict) else (value.local_type, value.partition_spec)
     kinds = [(axis, kind.dim if hasattr(kind, "dim") else kind) for axis, kind in types.items()]
     return kinds, None if spec is None else list(spec)
 
 
-def _from_list(listed: Any) -> Any:
-    """The argument from which `_listed` made a list."""
-    (kinds, spec), spmd = listed, spmd_types_package()
-    types = {axis: spmd.S(kind) if isinstance(kind, int) else kind for axis, kind in kinds}
-    return types if spec is None else spmd.SpmdType(types, spmd.PartitionSpec(*spec))
+def _of_lists(x: torch.Tensor, mesh: DeviceMesh, src: Any, dst: Any, **options: Any) -> torch.Tensor:
+    """`redistribute_spmd` of types that `_listed` made into lists."""
+    spmd = spmd_types_package()
 
+    def types(kinds: list[tuple[Any, Any]], spec: list[Any] | None) -> Any:
+        of_axes = {axis: spmd.S(kind) if isinstance(kind, int) else kind for axis, kind in kinds}
+        return of_axes if spec is None else spmd.SpmdType(of_axes, spmd.PartitionSpec(*spec))
 
-@constant_when_traced
-def _remembered(
-    mesh: Any,
-    src: Any,
-    dst: Any,
-    shape: Any,
-    forward_dtype: Any,
-    backward_dtype: Any,
-    transport: Any,
-    topology: Any,
-    reduction: Any,
-) -> str:
-    """The call of `redistribute_spmd` with these arguments, for `call_in_graph`."""
-    if transport is not None:
-        count_ignored_by_dynamo("transport")
-    return remember(
-        redistribute_spmd,
-        mesh,
-        _from_list(src),
-        _from_list(dst),
-        shape=shape,
-        forward_dtype=forward_dtype,
-        backward_dtype=backward_dtype,
-        topology=topology,
-        reduction=reduction,
-    )
+    return redistribute_spmd(x, mesh, types(*src), types(*dst), **options)
 
 
 class _RedistributeSpmd(torch.autograd.Function):

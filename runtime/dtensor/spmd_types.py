@@ -27,7 +27,7 @@ from ...planner import Mesh
 from ..executor.dispatch_modes import active_modes, is_traced, note_decision, why_not_under
 from . import redistribute_options
 from .drop_in import SMALL, backend_obstacle, count_left, why_not_plain, why_not_traced
-from .in_graph import call_in_graph, constant_when_traced, remember
+from .in_graph import call_in_graph, remember
 from .local import is_in
 from .plain_calls import mesh_of_group, redistribute_plain
 from .redistribute_options import RedistributeOptions
@@ -223,17 +223,13 @@ def _forward(
 
     in_graph.__name__ = name
 
-    @constant_when_traced
-    def remembered(axis: dist.ProcessGroup, settings: list[Any], op_dtype: torch.dtype, out_dtype: torch.dtype) -> str:
-        return remember(in_graph, axis, *settings, op_dtype=op_dtype, out_dtype=out_dtype)
-
     # Without gradients Dynamo calls a forward without ctx if it has one parameter less than there are arguments.
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         x, axis, *settings, dtypes = args
         if axis.size() == 1:
             return original(ctx, *args)
         if torch.compiler.is_dynamo_compiling():
-            call = remembered(axis, settings, dtypes.op_dtype, dtypes.out_dtype)
+            call = remember(in_graph, axis, *settings, op_dtype=dtypes.op_dtype, out_dtype=dtypes.out_dtype)
             out = call_in_graph(x, call)
         else:
             carried = _carry_out(partial(request, **dict(zip(names, settings, strict=True))), x, axis, dtypes)

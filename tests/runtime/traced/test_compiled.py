@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +12,13 @@ import torch.distributed as dist
 from rank_processes import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
 
 pytestmark = pytest.mark.multi
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
+PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "1"))
 
 
 def square_mesh() -> DeviceMesh:
@@ -46,6 +49,7 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"placements": "R R", "forward_dtype": torch.bfloat16},
     {"placements": "R S1", "backward_dtype": torch.bfloat16},
     {"placements": [S0, R], "reduction": "fast"},
+    {"placements": "R S0"},
 ]
 
 
@@ -60,7 +64,7 @@ def redistributed(rank: int, backend: str, shapes: list[tuple[int, ...]]) -> Non
                 continue
             check(lambda x, given=arguments: shardweave.redistribute(x * 2, **given), x, backend)
         with shardweave.installed():
-            for placements in ((S1, S0), (R, S0), (S0, S0), (R, R)):
+            for placements in ((S1, S0), (R, S0), (S0, S0), (R, R), (S1, S1)):
                 check(lambda x, to=placements: (x * 2).redistribute(placements=to).sin(), x, backend)
     assert not shardweave.stats().delegations and shardweave.stats().traced.total() > 0
 
@@ -71,7 +75,39 @@ def test_redistributions_in_compiled_functions() -> None:
 
 @pytest.mark.long
 def test_redistributions_compiled_by_inductor() -> None:
-    run_ranks(redistributed, 4, "inductor", [(13, 6), (8, 12)], timeout=900)
+    shapes = [(13, 6), (8, 12), (1, 5), (4, 4), (7, 9)]  # twelve programs each
+    run_ranks(redistributed, 4, "inductor", shapes[:PARTS], timeout=300 * PARTS)
+
+
+def compiled_once(rank: int, ours: bool) -> tuple[int, int]:
+    """How many graphs were found in torch's caches, and how many were not."""
+    counts = torch._dynamo.utils.counters["aot_autograd"]
+    mesh = init_device_mesh("cpu", (4,))
+    x = DTensor.from_local(torch.full((8, 3), rank + 1.0), mesh, [Partial()], run_check=False)
+    # Stock's graph is the same on all ranks. It cannot have others in caches: it would take those of other ranks.
+    function = torch.compile(lambda x: x.redistribute(placements=[S0]) * 2, fullgraph=True)
+    if ours:
+        shardweave.install()
+    assert function(x).to_local().equal(torch.full((2, 3), 20.0))
+    if ours:
+        x = sharded(mesh, (13, 6), (S0,))
+        function = torch.compile(lambda x: x.redistribute(placements=[S1]) * 2, fullgraph=True)
+        assert function(x).to_local().equal(2 * x.redistribute(placements=[S1]).to_local())
+    return counts["autograd_cache_hit"], counts["autograd_cache_miss"]
+
+
+@pytest.mark.long
+def test_caches_of_torch(tmp_path: Path) -> None:
+    """With one folder for all ranks: no graph is taken for another's, and a second start finds its own."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def start(ours: bool) -> list[tuple[int, int]]:
+        return run_ranks(compiled_once, 4, ours, environment=environment, timeout=300)
+
+    assert sum(misses for _, misses in start(ours=False)) > 0
+    assert start(ours=True) == [(0, 2)] * 4
+    assert start(ours=False) == [(1, 0)] * 4
+    assert start(ours=True) == [(2, 0)] * 4
 
 
 def batches_and_local_tensors(rank: int) -> None:
