@@ -198,8 +198,10 @@ class _TracedStep:
         assert self.collective is not None
         ranks, name = self.collective.group.ranks, self.collective.group.name
         gathered = _sent(x.contiguous(), lambda y: _c10d.all_gather_into_tensor(y, len(ranks), name))
-        if self._are_slices([row for rank in ranks for _, row in self._rows_between(self._positions[rank], self.me)]):
-            return gathered
+        if self._follow_each_other(
+            [row for rank in ranks for _, row in self._rows_between(self._positions[rank], self.me)]
+        ):
+            return gathered.view([n * unit for n, unit in zip(self.held_after, self.scale, strict=True)])
         shards = dict(zip(ranks, gathered.chunk(len(ranks)), strict=True))
         rank_at = self.program.mesh.rank_at
         pieces = [self._piece(row, self._read(shards[rank_at(row.senders[0])], row)) for row in self.incoming]
@@ -227,13 +229,17 @@ class _TracedStep:
             _c10d.wait_tensor(_c10d.all_reduce(terms.contiguous(), self._backend_op, self.collective.group.name))
         )
 
-    def _are_slices(self, rows: Sequence[Row]) -> bool:
-        """Whether the rows are whole shards that follow each other along the first tensor dim of the output."""
-        ndim, length = len(self.held_before), self.held_before[0]
+    def _follow_each_other(self, rows: Sequence[Row]) -> bool:
+        """Whether the rows are whole shards that follow each other in the memory of the output: along its first dim, or
+        the first one that is longer than 1."""
+        ndim = len(self.held_before)
+        sizes = zip(self.held_after, self.scale, strict=True)
+        first = next((d for d, (n, unit) in enumerate(sizes) if n > 1 or isinstance(unit, torch.SymInt)), 0)
+        length = self.held_before[first]
         return list(self.axes) == list(range(ndim)) and all(
             tuple(row.extent) == self.held_before
             and row.target_step == [1] * ndim
-            and row.target_start == [number * length, *[0] * (ndim - 1)]
+            and row.target_start == [number * length if d == first else 0 for d in range(ndim)]
             for number, row in enumerate(rows)
         )
 
