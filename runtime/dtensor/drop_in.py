@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
 from ...kernels import on_device
-from ..executor.call import Call, why_no_data
+from ..executor.call import ON_META, Call, why_no_data
 from ..executor.dispatch_modes import (
     REPLACES,
     REPORTS,
@@ -214,8 +214,8 @@ def backend_obstacle(device: torch.device) -> str | None:
 
 
 def level_of_reason(reason: str) -> int:
-    """Debug for a world of one rank, info for what the user requested, warning for the rest."""
+    """Debug for a world of one rank, info for what the user requested or has no data, warning for the rest."""
     if reason == _ONE_RANK:
         return logging.DEBUG
     requested = reason in (COMPILING, _OTHER_MESH, SMALL) or reason.startswith(_OTHER_TENSOR_TYPE)
-    return logging.INFO if requested or reason.endswith((REPORTS, REPLACES)) else logging.WARNING
+    return logging.INFO if requested or reason.endswith((REPORTS, REPLACES, ON_META)) else logging.WARNING

@@ -221,10 +221,13 @@ def naming(
         calls.current = before
 
 
+ON_META = "on the meta device, which has no data"
+
+
 def why_no_data(x: torch.Tensor) -> str | None:
     """Why programs cannot move the memory of a tensor, as in "it is …"; None if they can."""
     if x.is_meta:
-        return "on the meta device, which has no data"
+        return ON_META
     if x.layout is not torch.strided:
         return f"{x.layout} on {x.device}"
     return f"quantized, of {x.dtype}" if x.is_quantized else None
