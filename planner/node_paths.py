@@ -50,9 +50,8 @@ def best_path(
     share what it receives, and add what it sends: of those that cost at most `ALIKE` times the cheapest the one that
     `least_traffic` selects.
 
-    It is `found` on a topology of `node_size` alone (`Topology.has_only_node_size`), where the nodes are the product of
-    mesh dims, for strided shards in many pieces, for mesh dims that become partial, and on meshes of more than
-    `MAX_RANKS` ranks.
+    It is `found` where the nodes are the product of mesh dims, for strided shards in many pieces, for mesh dims that
+    become partial, and on meshes of more than `MAX_RANKS` ranks.
     """
     paths = [found, *node_paths(mesh, shape, dtype, source, target, topology)]
     limit = ALIKE * min(path.us for path in paths)
@@ -156,11 +155,8 @@ def has_few_boxes(mesh: Mesh, layout: Layout) -> bool:
 
 
 def has_irregular_nodes(mesh: Mesh, topology: Topology) -> bool:
-    """Whether ranks share nodes that are not the product of mesh dims, on a mesh of up to `MAX_RANKS` ranks.
-
-    Never on a topology of `node_size` alone (`Topology.has_only_node_size`).
-    """
-    if topology.rank_nodes is None or topology.has_only_node_size or not 2 < mesh.size <= MAX_RANKS:
+    """Whether ranks share nodes that are not the product of mesh dims, on a mesh of up to `MAX_RANKS` ranks."""
+    if topology.rank_nodes is None or not 2 < mesh.size <= MAX_RANKS:
         return False
     ranks = priced_ranks(mesh, topology)
     on_node = ranks.members.sum(axis=1)

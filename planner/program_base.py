@@ -268,7 +268,7 @@ class ProgramBase:
             request += [(mesh.shape, mesh.ranks) for mesh in (self.source_mesh, self.target_mesh)]
         if self.topology is not None or len(self.steps) > 1:
             request += [self.topology, *(str(step.target) for step in self.steps)]
-            if self.topology is not None and not self.topology.has_only_node_size:
+            if self.topology is not None:  # its `repr` leaves these out
                 request += [tuple(self.topology.nodes or ()), self.topology.nics_per_node, self.topology.full_duplex]
         return int.from_bytes(hashlib.blake2b(repr(request).encode(), digest_size=8).digest(), "little") >> 1
 

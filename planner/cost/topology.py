@@ -122,12 +122,6 @@ class Topology:
         """The node of each rank; None if all ranks share one."""
         return self.node_size if self.nodes is None else self.nodes
 
-    @property
-    def has_only_node_size(self) -> bool:
-        """Whether at most `node_size` says where ranks are: no `nodes`, and each rank has a NIC of its own that sends
-        while it receives."""
-        return self.nodes is None and self.nics_per_node is None and self.full_duplex
-
     def node_of(self, rank: int) -> int:
         """The index of the node of a rank."""
         return int(self.nodes_of(np.array([rank]))[0])

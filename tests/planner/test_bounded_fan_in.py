@@ -94,7 +94,10 @@ UNEVEN_NODES = replace(
 )
 
 
-@pytest.mark.parametrize("topology", [None, NVLINK_INFINIBAND, UNEVEN_NODES], ids=["bytes", "nodes", "uneven nodes"])
+NODES_OF_4 = replace(NVLINK_INFINIBAND, node_size=4)
+
+
+@pytest.mark.parametrize("topology", [None, NODES_OF_4, UNEVEN_NODES], ids=["bytes", "nodes", "uneven nodes"])
 @pytest.mark.parametrize(
     ("mesh", "shape", "source", "target"),
     [

@@ -174,7 +174,8 @@ def test_plan_prefers_senders_on_own_node() -> None:
     elsewhere = plan(
         Mesh((2, 4), ranks=(0, 4, 1, 5, 2, 6, 3, 7)), (64, 64), "float32", "R S0", "R S1", topology=topology
     )
-    assert elsewhere.bytes_received == elsewhere.bytes_bound and sum(elsewhere.bytes_over_network) > 0
+    # Its nodes are no product of mesh dims: what one needs of another enters it once, and its ranks share it.
+    assert 0 < sum(elsewhere.bytes_over_network) < sum(elsewhere.bytes_received)
 
 
 @pytest.mark.parametrize("order", ["arange", "reversed", "nodes interleaved", "shuffled"])
@@ -212,7 +213,7 @@ def test_plan_all_gather_along_one_mesh_dim_over_nodes() -> None:
     whole = 65536 * 4096 * 2
     assert sum(program.bytes_over_network) == 4 * whole * 3 // 4, program.explain()
     uneven = plan((32,), (65537, 4096), "bfloat16", "S0", "R", topology=NVLINK_INFINIBAND)
-    assert uneven.mesh.shape == (32,) and uneven.bytes_received == uneven.bytes_bound
+    assert uneven.mesh.shape == (32,) and sum(uneven.bytes_over_network) == 4 * (whole + 4096 * 2) * 3 // 4
     request = ((32,), (65536, 4096), "bfloat16", "S0", "R", NVLINK_INFINIBAND)
     assert redistribute_cost(*request) == pytest.approx(program.cost_us, abs=0.01)
 
