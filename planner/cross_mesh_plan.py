@@ -21,7 +21,7 @@ from .layouts.layout import Layout
 from .layouts.mesh import Mesh, union_mesh
 from .layouts.node_layout import MAX_RANKS, NodeLayout
 from .layouts.placements import Partial, Replicate, Shard
-from .node_paths import ALIKE, best_path, has_few_boxes, has_irregular_nodes, least_traffic
+from .node_paths import best_path, has_few_boxes, has_irregular_nodes
 from .path import Path, with_others
 from .program import Program
 from .request import Request
@@ -66,10 +66,6 @@ def plan_cross_mesh(request: Request) -> Program:
 
     is_large = union_mesh(source_mesh, target_mesh).size > PRICED_WHOLE
     if max_bytes is None:
-        if not is_large and any(has_irregular_nodes(mesh, topology) for mesh in (source_mesh, target_mesh)):
-            alike = [entry for entry in paths if entry[0].us <= ALIKE * paths[0][0].us]
-            best = least_traffic([_changes(request, legs) for _, legs in alike], shape, topology)
-            paths.insert(0, paths.pop(best))
         return program(0, request.rank)
     peaks = []
     for index, (path, _) in enumerate(paths):

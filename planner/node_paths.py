@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
 
-from .cost.link_time import equal_rates, link_time
 from .cost.node_cost import node_step_price
 from .cost.priced_ranks import priced_ranks
 from .cost.step_cost import StepPrice
 from .cost.topology import Topology
-from .exchange.layout_change import LayoutChange
 from .exchange.node_change import NodeChange, layout_change
-from .exchange.senders import transfer_table
-from .exchange.transfer_table import elements_between
-from .layouts.distinct import distinct, numbered
 from .layouts.dtypes import ITEMSIZE
 from .layouts.index_sets import held_sizes
 from .layouts.layout import Layout, pairs_of
@@ -25,89 +20,29 @@ from .layouts.mesh import Mesh
 from .layouts.node_layout import MAX_RANKS, Kind, NodeLayout
 from .layouts.placements import Partial, Replicate
 from .path import Path
-from .share_weights import balanced_shares
 
-_WIDE = 16
-"""The mesh size up to which more paths are tried: cuts of the two largest tensor dims, not only of the largest, sums to
-which replicas of the source contribute, and parts of every node's share."""
-_PROMISING = 1.35
-"""Paths that cost more than this times the cheapest are given up."""
 _MOST_BOXES = 128  # of the strided shards of all ranks
-_BALANCED = 64  # ranks times cheapest paths that are also tried with shares of different sizes, or in pieces
-ALIKE = 1.25
-"""Prices that differ less count as equal: they add up the busiest node of each step, as if all waited after it, and
-how fast a link is while both directions are in use is assumed."""
-_MORE = 0.05
-"""The part of the tensor that a node may receive more than the least, on a path whose links take less time."""
-_SAME_TIME = 1.02
-"""Times of links that differ less count as equal: parts of a tensor of different sizes are rounded."""
 
 
 def best_path(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology, found: Path
 ) -> Path:
-    """The best of `found`, the cheapest path that a search has found, and of the paths in which the ranks of a node
-    share what it receives, and add what it sends: of those that cost at most `ALIKE` times the cheapest the one that
-    `least_traffic` selects.
+    """The cheapest of `found`, which a search has found, and of the paths in which the ranks of a node share what it
+    receives, and add what it sends.
 
     It is `found` where the nodes are the product of mesh dims, for strided shards in many pieces, for mesh dims that
     become partial, and on meshes of more than `MAX_RANKS` ranks.
     """
-    paths = [found, *node_paths(mesh, shape, dtype, source, target, topology)]
-    limit = ALIKE * min(path.us for path in paths)
-    paths = sorted((path for path in paths if path.us <= limit), key=lambda path: path.us)
-
-    def changes(path: Path) -> list[LayoutChange]:
-        return [layout_change(mesh, dtype, a, b, topology.rank_nodes) for a, b in pairwise(path.layouts)]
-
-    return paths[least_traffic([changes(path) for path in paths], shape, topology)] if len(paths) > 1 else paths[0]
-
-
-def least_traffic(paths: Sequence[Sequence[LayoutChange]], shape: tuple[int, ...], topology: Topology) -> int:
-    """The index of the path with the least traffic between nodes, of paths by ascending price: it lets the node that
-    receives most receive at most `_MORE` of the tensor more than any other path; of those its links take the least
-    time, up to `_SAME_TIME`; of those they take the least if no message takes up what others leave of a link, as
-    connections do only in part; of those that node receives least.
-
-    Args:
-        paths: the changes of each, which all have the same positions.
-    """
-    ranks = paths[0][0].positions.rank_array
-    node = numbered(topology.nodes_of(ranks))[1]
-    sent = [[elements_between(transfer_table(change, shape), len(ranks)) for change in path] for path in paths]
-    received = [_most_received(sum(steps[1:], steps[0]), node) for steps in sent]
-    limit = min(received) + _MORE * math.prod(shape)
-    few = [index for index, elements in enumerate(received) if elements <= limit]
-    times = {index: sum(link_time(step, node) for step in sent[index]) for index in few}
-    soonest = _SAME_TIME * min(times.values())
-    alike = [index for index in few if times[index] <= soonest]
-    slowest = {index: sum(link_time(step, node, equal_rates) for step in sent[index]) for index in alike}
-    soonest = _SAME_TIME * min(slowest.values())
-    return min((index for index in alike if slowest[index] <= soonest), key=received.__getitem__)
-
-
-def _most_received(sent: np.ndarray, node: np.ndarray) -> int:
-    """The elements that enter the node that receives most."""
-    into = np.where(node[:, None] == node, 0, sent).sum(axis=0)
-    return int(np.bincount(node, into).max())
-
-
-def node_paths(
-    mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
-) -> list[Path]:
-    """The paths that `best_path` compares with that of a search."""
     if not _applies(mesh, source, target, topology):
-        return []
-    paths: list[Path] = []
+        return found
+    best = found
     prices: dict[tuple[Layout, Layout], StepPrice] = {}
     source_bytes = math.prod(held_sizes(shape, source, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
-
-    def add(layouts: tuple[Layout, ...]) -> None:
+    for layouts in dict.fromkeys(_paths(mesh, shape, source, target, topology)):
+        if not _replicas_are_equal(layouts) or any(map(_cuts_strided, layouts)):
+            continue
         us, peak = topology.call_us, 0
-        most = _PROMISING * min([path.us for path in paths], default=math.inf)
         for i, (a, b) in enumerate(pairwise(layouts)):
-            if us > most:
-                return
             if (a, b) not in prices:
                 change = layout_change(mesh, dtype, a, b, topology.rank_nodes)
                 assert isinstance(change, NodeChange)
@@ -115,27 +50,11 @@ def node_paths(
             step = prices[a, b]
             us += round(step.us, 3)
             peak = max(peak, step.peak_bytes + (source_bytes if i else 0))
-        paths.append(Path(layouts, us, peak))
-
-    for layouts in dict.fromkeys(_paths(mesh, shape, source, target, topology)):
-        if _replicas_are_equal(layouts) and not any(_cuts_strided(layout) for layout in layouts):
-            add(layouts)
-    nodes = len(distinct(topology.nodes_of(mesh.rank_array)))
-    for path in sorted(paths, key=lambda path: path.us)[: _BALANCED // mesh.size]:
-        if balanced := balanced_shares(path.layouts, shape, dtype):
-            add(balanced)
-        if mesh.size <= _WIDE and (pieces := _in_pieces(path.layouts, nodes)):
-            add(pieces)
-    return paths
-
-
-def _in_pieces(layouts: tuple[Layout, ...], nodes: int) -> tuple[Layout, ...] | None:
-    """A path through "shares" on which each rank of a node has a part of every node's share before and after them;
-    None if it has no such layouts."""
-    kinds = {layout.kind for layout in layouts if isinstance(layout, NodeLayout)}
-    if "shares" not in kinds or len(kinds) == 1:
-        return None
-    return tuple([layout.cut_in(nodes) if isinstance(layout, NodeLayout) else layout for layout in layouts])
+            if us >= best.us:
+                break
+        else:
+            best = Path(layouts, us, peak)
+    return best
 
 
 def _applies(mesh: Mesh, source: Layout, target: Layout, topology: Topology) -> bool:
@@ -196,12 +115,12 @@ def _paths(
 
     node_shares = cut("node shares", target, replicated)
     replicas = tuple(m for m in dims if source.placements[m] == Replicate())
-    alongs = dict.fromkeys((summed, tuple(sorted(summed + replicas)))[: 1 + (mesh.size <= _WIDE)])
+    alongs = dict.fromkeys((summed, tuple(sorted(summed + replicas))))
     sums = [cut("node sums", source, along) for along in alongs]
     shares = cut("shares", target, replicated)
     reduced = source.with_placement(summed, Replicate())
     reduced_shares = [cut("shares", reduced, along) for along in alongs]
-    for d in largest[: 1 + (mesh.size <= _WIDE)]:
+    for d in largest[:2]:
         ends: list[tuple[Layout, ...]] = [(target,)]
         if replicated:
             ends += [(node_shares(d), target)]

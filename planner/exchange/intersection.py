@@ -10,7 +10,7 @@ import numpy as np
 
 from ..layouts.index_sets import distinct_spans, is_strided, mesh_dims_of, spans_along
 from ..layouts.layout import Cuts, Layout, pairs_of
-from ..layouts.spans import MeshParts, ranges, runs_in_common
+from ..layouts.spans import Parts, ranges, runs_in_common
 from .pairs import Coordinates, Pairs
 
 
@@ -119,7 +119,7 @@ class FewPairs:
         ends = (source, source_mesh, holders), (target, target_mesh, receivers)
         # The cuts of each tensor dim by the holders and by the receivers: (number of parts, split factor, mesh dim).
         cuts = [[[(mesh[m], split, m) for m, split in pairs_of(x.cuts(d))] for d in dims] for x, mesh, _ in ends]
-        indices: dict[tuple[int, MeshParts], int] = {}
+        indices: dict[tuple[int, Parts], int] = {}
 
         def cells(cuts: Sequence[Sequence[tuple[int, int, int]]], at: Sequence[int]) -> list[int]:
             """For each tensor dim of `dims` the index of the part of the rank at a coordinate."""

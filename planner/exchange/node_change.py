@@ -138,8 +138,7 @@ def node_transfer_table(change: NodeChange, shape: tuple[int, ...]) -> TransferT
 
 
 class ShardBoxes(NamedTuple):
-    """The boxes that ranks have values of: one of each rank, or several where its shard is strided or in pieces. Some
-    are empty."""
+    """The boxes that ranks have values of: one of each rank, or several where its shard is strided. Some are empty."""
 
     position: np.ndarray
     """[n], ascending."""
@@ -157,17 +156,7 @@ def shard_boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> ShardBoxe
     held, valid = boxes_of_all(shape, layout, mesh)
     start, stop, at = valid[:, :, 0], valid[:, :, 1], valid[:, :, 0] - held[:, :, 0]
     boxes = ShardBoxes(np.arange(mesh.size), at, start, stop)
-    if layout.strided_dims:
-        boxes = _strided_boxes(mesh, layout, shape, boxes)
-    if not isinstance(layout, NodeLayout) or layout.split == 1:
-        return boxes
-    d, split = layout.tensor_dim, layout.split
-    low, high = layout.narrowed(held[:, d, 0], held[:, d, 1])
-    first = low - held[:, d, :1] if layout.kind == "node sums" else (high - low).cumsum(axis=1) - (high - low)
-    of_piece = ShardBoxes(*(x.repeat(split, axis=0) for x in boxes))
-    for x, piece in zip(of_piece[1:], (first, low, high), strict=True):
-        x[:, d] = piece[boxes.position].ravel()
-    return of_piece
+    return _strided_boxes(mesh, layout, shape, boxes) if layout.strided_dims else boxes
 
 
 def _strided_boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...], whole: ShardBoxes) -> ShardBoxes:
@@ -189,7 +178,7 @@ def _strided_boxes(mesh: Mesh, layout: Layout, shape: tuple[int, ...], whole: Sh
 @lru_cache(maxsize=256)
 def held_elements(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
     """[positions] the elements of the shards of all ranks; cached."""
-    if not layout.strided_dims and not (isinstance(layout, NodeLayout) and layout.split > 1):
+    if not layout.strided_dims:
         held = boxes_of_all(shape, layout, mesh)[0]
         return (held[:, :, 1] - held[:, :, 0]).prod(axis=1)
     at = [mesh.coordinate(position) for position in range(mesh.size)]

@@ -17,7 +17,6 @@ from .layout import Cuts, Layout, pairs_of
 from .mesh import Coordinate, Mesh
 from .node_layout import NodeLayout
 from .spans import (
-    MeshParts,
     Parts,
     Span,
     Spans,
@@ -30,7 +29,7 @@ from .spans import (
 )
 
 
-def parts_of(cuts: Cuts, mesh_shape: Sequence[int], coordinate: Mapping[int, int] | Coordinate) -> MeshParts:
+def parts_of(cuts: Cuts, mesh_shape: Sequence[int], coordinate: Mapping[int, int] | Coordinate) -> Parts:
     """The cuts of a tensor dim for the rank at `coordinate`."""
     return tuple((mesh_shape[m], split, coordinate[m]) for m, split in pairs_of(cuts))
 
@@ -66,7 +65,7 @@ def cut_dims(
         cuts = {**dict(layout.all_cuts), last: layout.cuts(last)}
         parts: dict[int, Parts] = {d: parts_of(c, mesh_shape, coordinate) for d, c in cuts.items()}
         parts[last] += more
-        return tuple((d, parts[d], is_strided(c) or d == last and layout.split > 1) for d, c in cuts.items())
+        return tuple((d, parts[d], is_strided(c)) for d, c in cuts.items())
     return tuple((d, parts_of(cuts, mesh_shape, coordinate), is_strided(cuts)) for d, cuts in layout.all_cuts)
 
 
@@ -171,15 +170,12 @@ def spans_at(
 
 def boxes_of_all(shape: Sequence[int], layout: Layout, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
     """[positions, tensor dims, 2] the spans of each rank's shard, and of what it has values of: its shard, or its part
-    of the sums of its node. For strided tensor dims, those of the whole dim; for one of which the ranks of nodes hold
-    several pieces, those under the base layout."""
+    of the sums of its node. For strided tensor dims, those of the whole dim."""
     held = np.stack(spans_at(shape, layout, mesh.shape, mesh.coordinates)).T  # [positions, tensor dims, start and stop]
     if not isinstance(layout, NodeLayout):
         return held, held
-    if layout.split > 1:
-        return held, held
     valid, d = held.copy(), layout.tensor_dim
-    valid[:, d] = np.concatenate(layout.narrowed(held[:, d, 0], held[:, d, 1]), axis=1)
+    valid[:, d] = np.stack(layout.narrowed(held[:, d, 0], held[:, d, 1]), axis=1)
     return (held if layout.kind == "node sums" else valid), valid
 
 

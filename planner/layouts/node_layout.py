@@ -7,7 +7,7 @@ the shard of a base layout once more, by the node of each rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -35,11 +35,6 @@ class NodeLayout(Layout):
         tensor_dim: the tensor dim that is cut, after all cuts of `base`, as `torch.chunk` does.
         mesh: the mesh of `base`.
         nodes: the node of each rank.
-        weights: of "shares": [positions] the size of the part of the rank's node, relative to those of the others.
-            None: parts of equal size.
-        split: of "node sums" and "node shares": the number of pieces into which the tensor dim is cut first; the ranks
-            of a node hold a part of each. With as many pieces as nodes it is a part of each node's share, so that all
-            ranks of a node have something for each other node.
 
     Attributes:
         summed: the mesh dims of `along` that are partial in `base`.
@@ -58,17 +53,15 @@ class NodeLayout(Layout):
         along: tuple[int, ...],
         mesh: Mesh,
         nodes: Nodes | None,
-        weights: tuple[int, ...] | None = None,
-        split: int = 1,
     ) -> None:
-        identity = kind, base, tensor_dim, along, mesh, nodes, weights, split
-        names = "kind", "base", "tensor_dim", "along", "mesh", "nodes", "weights", "split"
+        identity = kind, base, tensor_dim, along, mesh, nodes
+        names = "kind", "base", "tensor_dim", "along", "mesh", "nodes"
         for name, value in (*zip(names, identity, strict=True), ("_identity", identity)):
             object.__setattr__(self, name, value)
         self._set(base.placements, base.orders)
         prefixes = list(base.prefixes)
         for m in along:
-            prefixes[m] = (*prefixes[m], kind, tensor_dim, weights, split)
+            prefixes[m] = (*prefixes[m], kind, tensor_dim)
         object.__setattr__(self, "prefixes", tuple(prefixes))
         object.__setattr__(self, "_hash", hash(identity))
 
@@ -78,8 +71,6 @@ class NodeLayout(Layout):
     along: tuple[int, ...]
     mesh: Mesh
     nodes: Nodes | None
-    weights: tuple[int, ...] | None
-    split: int
     _identity: tuple
 
     def __eq__(self, other: object) -> bool:
@@ -89,32 +80,14 @@ class NodeLayout(Layout):
         return self._hash  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
-        weights = "" if self.weights is None else f":{','.join(map(str, self.weights))}"
-        split = "" if self.split == 1 else f"/{self.split}"
-        return f"{self.base} | {self.kind}{weights} S{self.tensor_dim}{split} along {','.join(map(str, self.along))}"
-
-    def cut_in(self, pieces: int) -> NodeLayout:
-        """The same in so many pieces; itself if it is "shares"."""
-        if self.kind == "shares":
-            return self
-        fields = self.kind, self.base, self.tensor_dim, self.along, self.mesh, self.nodes, self.weights
-        return NodeLayout(*fields, split=pieces)
+        return f"{self.base} | {self.kind} S{self.tensor_dim} along {','.join(map(str, self.along))}"
 
     def without_size_one(self, mesh_shape: object) -> Layout:
         return self
 
-    @cached_property
+    @property
     def _places(self) -> tuple[np.ndarray, ...]:
-        """[positions] the index of each rank on its node and the number of ranks there, the index of its node and the
-        number of nodes, the weights of the nodes before its own and of all, each among the ranks that differ only along
-        `along`."""
-        places = _places(self.mesh, self.along, self.nodes)
-        if self.weights is None:
-            return *places, *np.zeros((2, self.mesh.size), dtype=np.int64)
-        group, node = self.group, places[2]
-        by_node = np.zeros((int(group.max()) + 1, int(node.max()) + 1), dtype=np.int64)
-        by_node[group, node] = self.weights
-        return *places, (by_node.cumsum(axis=1) - by_node)[group, node], by_node.sum(axis=1)[group]
+        return _places(self.mesh, self.along, self.nodes)
 
     @property
     def group(self) -> np.ndarray:
@@ -156,32 +129,21 @@ class NodeLayout(Layout):
         first = {of_replicas: terms for (of_replicas, _), terms in by_group.items()}
         return all(terms == first[of_replicas] for (of_replicas, _), terms in by_group.items())
 
-    def parts(self, coordinate: Coordinate) -> tuple[tuple[int, int, int | range], ...]:
+    def parts(self, coordinate: Coordinate) -> tuple[tuple[int, int, int], ...]:
         """The cuts besides those of `base` for the memory of the rank at `coordinate` (`index_sets.Parts`)."""
         if self.kind == "node sums":
             return ()
         position = int(np.array(coordinate) @ self.mesh.strides)
-        index, ranks, node, nodes, before, total = (int(place[position]) for place in self._places)
-        of_rank = (ranks, self.split, index)
-        if self.kind != "shares":
-            return (of_rank,)
-        if self.weights is None:
-            return (nodes, 1, node), of_rank
-        return (total, 1, range(before, before + self.weights[position])), of_rank
+        index, ranks, node, nodes = (int(place[position]) for place in self._places)
+        return ((nodes, 1, node), (ranks, 1, index)) if self.kind == "shares" else ((ranks, 1, index),)
 
     def narrowed(self, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Cut the spans [positions] that ranks hold of `tensor_dim` under `base` down to what they have values of: the
-        start and stop [positions, split] of spans."""
-        index, ranks, node, nodes, before, total = (x[:, None] for x in self._places)
-        start, stop = start[:, None], stop[:, None]
-        if self.weights is not None:
-            length, after = stop - start, before + np.array(self.weights)[:, None]
-            start, stop = start + length * before // total, start + length * after // total
-        elif self.kind == "shares":
+        """Cut the spans [positions] that ranks hold of `tensor_dim` under `base` down to what they have values of."""
+        index, ranks, node, nodes = self._places
+        if self.kind == "shares":
             start, stop = _cut(start, stop, nodes, node)
-        start, stop = _cut(start, stop, np.array(self.split), np.arange(self.split))
         start, stop = _cut(start, stop, ranks, index)
-        return start, np.where(self.terms_on_node[:, None] > 0, stop, start) if self.kind == "node sums" else stop
+        return start, np.where(self.terms_on_node > 0, stop, start) if self.kind == "node sums" else stop
 
 
 def _terms(mesh: Mesh, summed: tuple[int, ...]) -> np.ndarray:
@@ -225,7 +187,8 @@ def _group(mesh: Mesh, along: tuple[int, ...]) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _places(mesh: Mesh, along: tuple[int, ...], nodes: Nodes | None) -> tuple[np.ndarray, ...]:
-    """The first four of `NodeLayout._places`."""
+    """[positions] the index of each rank on its node, the number of ranks there, the index of its node, and the number
+    of nodes, each among the ranks that differ only along `along`."""
     node, ranks = nodes_of(mesh.rank_array, nodes), mesh.rank_array
     alike = _group(mesh, along)[:, None] == _group(mesh, along)
     near = alike & (node[:, None] == node)
@@ -254,14 +217,7 @@ def parse_node_layout(text: str, mesh: Mesh, nodes: Nodes | None) -> NodeLayout 
     """
     base, _, rest = text.partition(" | ")
     words = rest.rsplit(" ", 3)
-    kind, _, numbers = words[0].partition(":")
-    if len(words) != 4 or kind not in KINDS or words[2] != "along":
-        return None
-    tensor_dim, slash, pieces = words[1][1:].partition("/")
-    if not tensor_dim.isdecimal() or slash and not (pieces.isdecimal() and kind != "shares"):
-        return None
-    split = int(pieces or 1)
-    if not 1 + bool(slash) <= split <= mesh.size:
+    if len(words) != 4 or (kind := words[0]) not in KINDS or words[2] != "along" or not words[1][1:].isdecimal():
         return None
     along = tuple(int(m) for m in words[3].split(",") if m.isdecimal())
     layout = Layout.parse(base, mesh.shape)
@@ -269,17 +225,4 @@ def parse_node_layout(text: str, mesh: Mesh, nodes: Nodes | None) -> NodeLayout 
         return None
     if kind == "node sums" and (any(isinstance(layout.placements[m], Shard) for m in along) or not layout.has_partial):
         return None
-    weights = tuple(int(n) for n in numbers.split(",") if n.isdecimal() and len(n) < 10) if ":" in words[0] else None
-    parsed = NodeLayout(kind, layout, int(tensor_dim), along, mesh, nodes, weights, split)  # type: ignore[arg-type]
-    return parsed if weights is None or kind == "shares" and _are_weights(parsed, weights) else None
-
-
-def _are_weights(layout: NodeLayout, weights: tuple[int, ...]) -> bool:
-    """Whether each position has a weight, equal for those of a node that hold parts of the same, and not all are 0."""
-    if len(weights) != layout.mesh.size:
-        return False
-    node = nodes_of(layout.mesh.rank_array, layout.nodes)
-    by_node: dict[tuple[int, int], int] = {}
-    keys = zip(layout.group.tolist(), node.tolist(), strict=True)
-    of_node = [by_node.setdefault(key, n) == n for key, n in zip(keys, weights, strict=True)]
-    return all(of_node) and bool((layout._places[5] > 0).all())
+    return NodeLayout(kind, layout, int(words[1][1:]), along, mesh, nodes)  # type: ignore[arg-type]

@@ -14,10 +14,8 @@ import numpy as np
 from .distinct import distinct
 
 Span = tuple[int, int]  # start, stop
-MeshParts = tuple[tuple[int, int, int], ...]
+Parts = tuple[tuple[int, int, int], ...]
 """The cuts of a tensor dim for one rank: (number of parts, split factor, index of the rank's part) of each cut."""
-Parts = tuple[tuple[int, int, int | range], ...]
-"""The same, of which a rank may have a range of parts, that are as equal as can be."""
 
 _MOST_INDICES = 1 << 61  # of all shards of a batch together, so that their sums fit in an int64
 _MOST_PIECES = 1 << 20  # of all shards of a batch together
@@ -75,11 +73,9 @@ def _sums(values: np.ndarray) -> np.ndarray:
     return sums
 
 
-def cut(span: Span, parts: int, index: int | range) -> Span:
+def cut(span: Span, parts: int, index: int) -> Span:
     """Part `index` of a span cut into `parts`: of length ceil(length / parts), the last ones shorter or empty."""
     start, stop = span
-    if isinstance(index, range):
-        return tuple(start + (stop - start) * i // parts for i in (index.start, index.stop))  # type: ignore[return-value]
     size = -(-(stop - start) // parts)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
@@ -290,7 +286,7 @@ def _reached(starts: np.ndarray, after: np.ndarray) -> np.ndarray:
     return np.flatnonzero(reached[:-1])
 
 
-def _of_one(extent: int, parts: MeshParts) -> Spans:
+def _of_one(extent: int, parts: Parts) -> Spans:
     cuts = [(number, split) for number, split, _ in parts]
     return spans_of_shards(extent, cuts, np.array([[index for *_, index in parts]], dtype=np.int64))
 
@@ -308,7 +304,7 @@ def held_spans(extent: int, parts: Parts) -> np.ndarray:
 
 
 @lru_cache(maxsize=8192)
-def common_runs(extent: int, held: MeshParts, wanted: MeshParts) -> np.ndarray:
+def common_runs(extent: int, held: Parts, wanted: Parts) -> np.ndarray:
     """[n, 6] int64: the indices that a holder and a receiver have in common along a tensor dim of `extent`, as runs.
 
     A run is a number of equally spaced spans of equal length: (start in the holder's shard, start in the receiver's
