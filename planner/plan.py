@@ -58,9 +58,9 @@ def plan(
             Positions then refer to the ranks of both meshes, those of `mesh` first (`Program.mesh`).
         rank: a mesh position: plan its part only, in time proportional to the number of its peers. None: plan all
             ranks.
-        topology: the links between ranks; the program is the cheapest found on them. Where nodes are not the product of
-            mesh dims, it is the one by which the busiest node receives least among those that cost up to 1.2 times as
-            much; with `max_bytes` not all of them are tried. A mesh dim that spans several nodes is split in two in the
+        topology: the links between ranks; the program is the cheapest found on them. On up to 32 ranks whose nodes are
+            not the product of mesh dims, the ranks of a node may share what it receives, and add what it sends; with
+            `max_bytes` such programs are not tried. A mesh dim that spans several nodes is split in two in the
             program, between nodes and inside them, at the same positions (as is one along which over 512 terms are
             summed). None: all links are alike, and bytes alone decide.
         max_bytes: the bytes that a rank may hold at most: input, output and intermediate results. On more than 128

@@ -222,13 +222,11 @@ def test_held_sizes_of_strided_shards(text: str) -> None:
         assert held_sizes(shape, Layout.parse(text), mesh_shape, coordinate) == tuple(expected.shape)
 
 
-@pytest.mark.parametrize(
-    ("kind", "weights"), [("node sums", None), ("node shares", None), ("shares", None), ("shares", (3, 0, 5, 4, 4, 5))]
-)
-def test_boxes_of_all_match_those_of_each_rank(kind: Kind, weights: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("kind", ["node sums", "node shares", "shares"])
+def test_boxes_of_all_match_those_of_each_rank(kind: Kind) -> None:
     mesh, nodes = Mesh((2, 3)), RankNodes((0, 0, 1, 2, 2, 1))
     base = Layout.parse("R S0" if kind != "node sums" else "P S0", mesh.shape)
-    layout = NodeLayout(kind, base, 0, (0,), mesh, nodes, weights)
+    layout = NodeLayout(kind, base, 0, (0,), mesh, nodes)
     for shape in ((17, 3), (1, 2), (0, 4)):
         held, valid = boxes_of_all(shape, layout, mesh)
         each = [held_box(shape, layout, mesh.shape, mesh.coordinate(p)) for p in range(mesh.size)]
@@ -237,28 +235,24 @@ def test_boxes_of_all_match_those_of_each_rank(kind: Kind, weights: tuple[int, .
 
 
 @pytest.mark.parametrize("extent", [17, 24, 5, 1, 0])
-@pytest.mark.parametrize("split", [2, 3, 5])
 @pytest.mark.parametrize("kind", ["node sums", "node shares"])
-def test_ranks_of_a_node_hold_a_part_of_each_piece(kind: Kind, split: int, extent: int) -> None:
-    """The pieces are those of `torch.chunk`, and so are the parts of the ranks of a node."""
+def test_ranks_of_a_node_hold_a_part_each(kind: Kind, extent: int) -> None:
+    """The parts are those of `torch.chunk`."""
     mesh, nodes = Mesh((2, 3)), [0, 0, 1, 2, 2, 1]
     base = Layout.parse("R S0" if kind != "node sums" else "P S0", mesh.shape)
-    layout = NodeLayout(kind, base, 0, (0,), mesh, RankNodes(nodes), split=split)
+    layout = NodeLayout(kind, base, 0, (0,), mesh, RankNodes(nodes))
     boxes = shard_boxes(mesh, layout, (extent, 2))
     for position in range(mesh.size):
         column = position % 3
         shard = chunk_of(torch.arange(extent), 3, column)
         near = [p for p in (column, column + 3) if nodes[p] == nodes[position]]
-        parts = [chunk_of(chunk_of(shard, split, i), len(near), near.index(position)) for i in range(split)]
-        own = boxes.position == position
-        spans = zip(boxes.at[own].tolist(), boxes.start[own].tolist(), boxes.stop[own].tolist(), strict=True)
-        found = [(at[0], list(range(start[0], stop[0]))) for at, start, stop in spans if start < stop]
-        assert [x for _, of_piece in found for x in of_piece] == torch.cat(parts).tolist()
-        local = held_sizes((extent, 2), layout, mesh.shape, mesh.coordinate(position))
-        assert local == (len(shard) if kind == "node sums" else len(torch.cat(parts)), 2)
-        memory = shard.tolist() if kind == "node sums" else torch.cat(parts).tolist()
-        for at, of_piece in found:
-            assert memory[at : at + len(of_piece)] == of_piece
+        part = chunk_of(shard, len(near), near.index(position)).tolist()
+        (own,) = np.flatnonzero(boxes.position == position)
+        at, start, stop = (int(of[own, 0]) for of in (boxes.at, boxes.start, boxes.stop))
+        assert list(range(start, stop)) == part
+        memory = shard.tolist() if kind == "node sums" else part
+        assert memory[at : at + len(part)] == part
+        assert held_sizes((extent, 2), layout, mesh.shape, mesh.coordinate(position)) == (len(memory), 2)
 
 
 def chunk_of(x: torch.Tensor, parts: int, index: int) -> torch.Tensor:
