@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[1]
 NAVIGATION = {
     "README": {
         "Use": [
-            "docs/concepts", "docs/getting-started", "docs/dtensor", "docs/compiled-programs", "docs/redistribute",
-            "docs/token-dispatch", "docs/several-machines", "docs/torchtitan", "docs/huggingface",
-            "docs/moe-frameworks", "docs/benchmarking", "docs/observability", "docs/reliability",
-            "docs/when-not-to-use", "docs/limits",
+            "docs/concepts", "docs/redistribute", "docs/compiled-programs", "docs/token-dispatch", "docs/integrations",
+            "docs/several-machines", "docs/benchmarking",
         ],
-        "Look up": ["docs/troubleshooting", "docs/errors", "docs/environment", "docs/versions", "CHANGELOG"],
+        "Look up": [
+            "docs/troubleshooting", "docs/limits", "docs/reliability", "docs/versions", "CHANGELOG",
+        ],
         "API": ["docs/api/index"],
         "Contribute": ["CONTRIBUTING", "docs/how-it-works", "docs/architecture", "docs/gpu"],
     },
