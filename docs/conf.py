@@ -44,14 +44,10 @@ root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**.md", "bench/results/**.md"]
 # Sphinx lists every folder that is not excluded, environments included.
 exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("docs", "bench")]
-extensions = ["myst_parser", "sphinxcontrib.mermaid"]
+extensions = ["myst_parser"]
 nitpicky = True
 smartquotes = False
 myst_heading_anchors = 6
-myst_fence_as_directive = ["mermaid"]
-# Charts are drawn in the browser, by a script from a network; without one they are shown as text.
-mermaid_height = "auto"
-mermaid_fullscreen = False
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_copy_source = False
