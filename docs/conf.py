@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[1]
 NAVIGATION = {
     "README": {
         "Use": [
-            "docs/concepts", "docs/getting-started", "docs/dtensor", "docs/compiled-programs", "docs/redistribute",
-            "docs/token-dispatch", "docs/several-machines", "docs/torchtitan", "docs/huggingface",
-            "docs/moe-frameworks", "docs/benchmarking", "docs/observability", "docs/reliability",
-            "docs/when-not-to-use", "docs/limits",
+            "docs/concepts", "docs/redistribute", "docs/compiled-programs", "docs/token-dispatch", "docs/integrations",
+            "docs/several-machines", "docs/benchmarking",
         ],
-        "Look up": ["docs/troubleshooting", "docs/errors", "docs/environment", "docs/versions", "CHANGELOG"],
+        "Look up": [
+            "docs/troubleshooting", "docs/limits", "docs/reliability", "docs/versions", "CHANGELOG",
+        ],
         "API": ["docs/api/index"],
         "Contribute": ["CONTRIBUTING", "docs/how-it-works", "docs/architecture", "docs/gpu"],
     },
@@ -44,14 +44,10 @@ root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**.md", "bench/results/**.md"]
 # Sphinx lists every folder that is not excluded, environments included.
 exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("docs", "bench")]
-extensions = ["myst_parser", "sphinxcontrib.mermaid"]
+extensions = ["myst_parser"]
 nitpicky = True
 smartquotes = False
 myst_heading_anchors = 6
-myst_fence_as_directive = ["mermaid"]
-# Charts are drawn in the browser, by a script from a network; without one they are shown as text.
-mermaid_height = "auto"
-mermaid_fullscreen = False
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_copy_source = False

@@ -4,7 +4,7 @@
 
 Prints the losses of both runs, whether they are equal, and which collectives were carried out by whom. Arguments are
 torchtitan's own, such as `--module deepseek_v3 --config deepseek_v3_debugmodel`; settings that are not given are those
-of torchtitan's configuration. docs/torchtitan.md says what to install and what the counts mean.
+of torchtitan's configuration. docs/integrations.md says what to install.
 
 torchtitan expects a GPU. For CPUs three things are replaced: the device that it asks torch for, the memory statistics
 of that device, and FlexAttention, which torch cannot differentiate there.
@@ -195,7 +195,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     if importlib.util.find_spec("torchtitan") is None:
         if rank == 0:
-            print("torchtitan is not installed; docs/torchtitan.md says how to install it")
+            print("torchtitan is not installed; docs/integrations.md says how to install it")
         return
     arguments = [*DEFAULTS, *SIZES, *FIXED, *sys.argv[1:]]
     runs = {}

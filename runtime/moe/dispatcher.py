@@ -130,8 +130,9 @@ class TokenDispatcher(TokenEngine):
             whole bytes. `hidden` and `dtype` are then those of the experts' output.
         quantize: None, or how dispatch casts each row to float8_e4m3fn. "fp8_row": with one float32 scale, "fp8_128":
             with a float32 scale for every 128 elements, "mxfp8": with a float8_e8m0fnu scale for every 32. A scale is
-            the largest magnitude divided by 448, with "mxfp8" rounded up to a power of two. Gradients flow as if rows
-            were not cast, in `dtype`. See `RoutedTokens.x`, `.scale` and `.dequantized`.
+            the largest magnitude divided by 448, with "mxfp8" rounded up to a power of two. Elements are rounded to
+            nearest even; those that share a scale with an infinity or a NaN become NaN. Gradients flow as if rows were
+            not cast, in `dtype`; save="redispatch" is refused. See `RoutedTokens.x`, `.scale` and `.dequantized`.
         quantize_output: None, or how `combine` casts each row of the experts' output, with the values of `quantize`. A
             row is multiplied out in float32 before it is weighted; sums are rounded to `dtype`, as without it. With
             two_level=True only rows inside a node are cast. Gradients flow as if rows were not cast.

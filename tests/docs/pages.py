@@ -5,7 +5,6 @@ The fence says how a block is run:
 - `python`: run in the page's one namespace; `python ranks=4`: on each of 4 ranks, as torchrun would start them, in a
   namespace that the page's blocks of as many ranks share; `python file=train.py`: written to that file, for commands
   of the page.
-- `mermaid`: a diagram, not run.
 - `bash`: its commands are run, except those of `NOT_RUN`. Of output to standard error only that of a command that ends
   with `2>&1` is compared.
 - `text`: the output of the block just before it; … stands for anything, on a line of its own for any lines. Before the
@@ -47,7 +46,7 @@ NOT_RUN = {
 }
 
 _FENCE = re.compile(r"^(\s*)```(.*)$")
-_INFO = re.compile(r"python( (ranks=(?P<ranks>\d+)|file=(?P<file>[\w./-]+)))?|bash|mermaid|text( figures)?")
+_INFO = re.compile(r"python( (ranks=(?P<ranks>\d+)|file=(?P<file>[\w./-]+)))?|bash|text( figures)?")
 _NUMBER = re.compile(r"(\.py:\d+)|\d+(?:[.,]\d+)*")  # line numbers of a file are not figures
 
 
