@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -184,7 +185,7 @@ def _listed(value: Any) -> Any:
     """An argument of types for `_of_lists`: a list of axes and types, S(dim) as an int, and the entries of
     the PartitionSpec. Dynamo passes no objects of spmd_types to functions that it runs."""
     types, spec = (value, None) if isinstance(value, dict) else (value.local_type, value.partition_spec)
-    kinds = [(axis, kind.dim if hasattr(kind, "dim") else kind) for axis, kind in types.items()]
+    kinds = [(axis, kind if isinstance(kind, Enum) else kind.dim) for axis, kind in types.items()]
     return kinds, None if spec is None else list(spec)
 
 
