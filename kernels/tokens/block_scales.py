@@ -86,12 +86,13 @@ def copy_scale_blocks(
         words = tl.load(here + row.to(tl.int64) * pitch + block, mask=(row < end) & (block < WIDE), other=0)
         if SCALES % 4 > 0:  # bytes behind the last scale
             words = tl.where(block == WIDE - 1, words & ((1 << SCALES % 4 * 8) - 1), words)
-        kept = block < WIDE
+        blocks = tl.full((), WIDE, tl.int32)
         if FILL:
             words = tl.where(tile < total, words, filler.to(tl.int32))
         else:
-            kept = kept & (tile < total)
-        tl.store(there + (tile.to(tl.int64) * (128 * WIDE) + block * 128) + at, words, mask=kept & (at < 128))
+            blocks = tl.where(tile < total, blocks, 0)
+        mask = (block < blocks) & (at < 128)
+        tl.store(there + (tile.to(tl.int64) * (128 * WIDE) + block * 128) + at, words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["source", "target", "row_bytes", "tiles", "filler", "programs"])

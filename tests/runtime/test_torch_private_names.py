@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardweave.runtime.dtensor.in_graph import constant_when_traced
+from shardweave.runtime.dtensor.in_graph import remember
 
 pytestmark = pytest.mark.plan
 
@@ -148,10 +148,9 @@ def test_private_name_exists(name: str, breaks: str) -> None:
 
 
 def test_marks_a_function_as_torch_does() -> None:
-    def one() -> None: ...
     def other() -> None: ...
 
-    assert vars(constant_when_traced(one)) == vars(torch.compiler.assume_constant_result(other)) != {}
+    assert vars(remember) == vars(torch.compiler.assume_constant_result(other)) != {}
 
 
 def test_import_is_of_torch_itself_and_of_dtensor() -> None:
