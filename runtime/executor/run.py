@@ -29,10 +29,9 @@ class RunnableStep(Protocol):
 
 def run_steps(steps: Sequence[RunnableStep], x: torch.Tensor, fingerprint: int) -> Run:
     """Run steps one after the other, each on the output of the previous one. The i-th uses `fingerprint + 2 * i`."""
-    value: Any = x
     for i, step in enumerate(steps):
-        value = yield from step.run(value, fingerprint + 2 * i)
-    return value
+        x = yield from step.run(x, fingerprint + 2 * i)
+    return x
 
 
 def run_to_end(run: Run, answer: Callable[[CommRequest], Any] | None) -> Any:

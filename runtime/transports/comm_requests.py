@@ -51,12 +51,6 @@ class Transfer(NamedTuple):
     receives_are_bounds: bool = False
     """Whether what is received may be shorter than the tensor for it, which it then begins. Only on gloo."""
 
-    def receives_only(self) -> Transfer:
-        return self._replace(sends=(), before_send=None, during_wait=None)
-
-    def sends_only(self) -> Transfer:
-        return self._replace(receives=())
-
 
 class StartTransfer(NamedTuple):
     """Start a transfer. The result is for `AwaitTransfer`, which has to follow; other requests may come before it."""
