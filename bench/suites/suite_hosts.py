@@ -56,7 +56,7 @@ LAYOUTS = [
     ("R S0", "R S1"),
 ]  # fmt: skip
 EVERYWHERE = 4  # how many of `LAYOUTS`, the first ones, on all hosts, and beside plain messages
-_DISPATCH_STEPS = 2  # few rows with their numbers, and what comes back for them
+_DISPATCH_STEPS = 3  # counts, rows, and what comes back for them
 _TURN_SECONDS, _WARM_CALLS, _LONGEST = 0.3, 2, 7200.0
 _BYTES_ARE = (
     "received by a host over its link during a call, headers included, of the host with most; of link: the share that "

@@ -59,7 +59,7 @@ class SendRecvStep(BoundStep):
         self.is_all_gather = algorithm.name == "all-gather"
         # In elements, of an all-to-all: the header of a message, and the room for one, equal for all requests.
         self.header = HEADER // self.dtype.itemsize if self.is_all_to_all else 0
-        room = BACKENDS[self.transport.backend].room(len(self.group)) if self.is_all_to_all else 0
+        room = BACKENDS[self.transport.backend].all_to_all if self.is_all_to_all else 0
         self.room = self.header + room // self.dtype.itemsize
         collective = self.is_all_to_all or self.is_all_gather
         exact = collective or self.device.type == "cpu"

@@ -48,8 +48,6 @@ class Transfer(NamedTuple):
     writes what is sent."""
     before_send: Callable[[int], None] | None = None
     """Called with the index of each send before it starts: packs it."""
-    receives_are_bounds: bool = False
-    """Whether what is received may be shorter than the tensor for it, which it then begins. Only on gloo."""
 
 
 class StartTransfer(NamedTuple):
