@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, TransportError, UnsupportedError, shown
 from ...kernels import on_device
-from .. import flight_recorder
 from ..executor.call import binding, naming, refuse, refuse_among, refuse_unplanned
 from ..executor.dispatch_modes import below_modes, hidden_from_modes, is_fake
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end, start_in_background
+from ..flight_recorder import Details
 from ..statistics import stats
 from ..transports.choose_transport import TransportName, check_name
 from ..transports.hierarchical import HierarchicalTransport
@@ -200,6 +200,7 @@ class TokenDispatcher(TokenEngine):
             f"{config.hidden}, at most {config.max_tokens} tokens, {config.dtype}{''.join(rows)}"
         )
         self._descriptions = {operation: f"{text} of {description}" for operation, text in OPERATIONS.items()}
+        self._details = Details(name, device)
         text = f"token dispatch, {config.num_experts} experts, hidden {config.hidden}"
         self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
         inside = pushed_inside(config, device, name), windows_inside(config.nodes, name)
@@ -276,9 +277,7 @@ class TokenDispatcher(TokenEngine):
             self._calls[transport.name] += 1
             self._kind.calls += 1
             fingerprint = self.transfers[0].fingerprint + operation
-            transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[operation])
-            if flight_recorder.current is not None:
-                flight_recorder.current.describe(transport.name, self.transfers[0].device)
+            transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[operation], self._details)
             if wants_ranges():
                 return [run_profiled(run, transport.answer, f"shardweave::{OPERATIONS[operation]}")]
             return [run_to_end(run, transport.answer)]
