@@ -85,30 +85,19 @@ class Record:
                 return "completed"
         return "scheduled"
 
-    def entry(self) -> dict[str, Any]:
-        """The record as an entry of a file."""
-        transport, _, traffic = self.details
-        name = f"{transport} {self.call.text}".strip()
-        entry = self.started_entry(0, _name_of(self.call.ranks), self.call.number, name, traffic and traffic())
-        entry |= {"state": self.state, "retired": self.finished is not None}
-        if entry["state"] == "completed" and self.finished is not None:
-            entry["time_discovered_completed_ns"] = self.finished
-            entry["duration_ms"] = (self.finished - self.created) / 1e6
-        return entry
-
-    def started_entry(
-        self, later: int, group: str, number: int, name: str, nbytes: tuple[int, int] | None
-    ) -> dict[str, Any]:
-        """The entry of collective `number` of a group, which has started with this call."""
-        sent, received = nbytes or (0, 0)
-        frames = [{"name": code.co_name, "filename": code.co_filename, "line": line} for code, line in self.frames]
+    def entry(self, group: str, number: int, name: str, later: int = 0) -> dict[str, Any]:
+        """An entry of a file: of this call, or of a barrier inside of it, which comes `later`."""
+        state, traffic = self.state, None if later else self.details.traffic
+        sent, received = (0, 0) if traffic is None else traffic()
         return {
             "record_id": self.number + later, "op_id": self.number + later, "collective_seq_id": number,
             "pg_id": 0, "p2p_seq_id": 0, "is_p2p": False, "process_group": (group, _DESCRIPTION),
-            "profiling_name": f"{_COLLECTIVE} {name.replace(':', ';')}",  # the analysis splits it at colons
+            "profiling_name": f"{_COLLECTIVE} {name.strip().replace(':', ';')}",  # the analysis splits it at colons
             "time_created_ns": self.created, "time_discovered_started_ns": self.created,
-            "time_discovered_completed_ns": None, "state": "started", "retired": False, "frames": frames,
+            "time_discovered_completed_ns": self.finished if state == "completed" else None,
+            "state": state, "retired": self.finished is not None,
             "input_sizes": [[sent]], "input_dtypes": ["Byte"], "output_sizes": [[received]], "output_dtypes": ["Byte"],
+            "frames": [{"name": of.co_name, "filename": of.co_filename, "line": line} for of, line in self.frames],
         }  # fmt: skip
 
 
@@ -150,16 +139,14 @@ class FlightRecorder:
     @contextmanager
     def attempt(self, call: Any) -> Iterator[None]:
         """A context in which ranks may wait for each other before a call. Recorded only if that fails."""
-        record, error = self.begin(call, Details()), None
+        record = self.begin(call, Details())
         try:
             yield
-        except TransportError as raised:
-            error = raised
+        except TransportError as error:
+            self.end(call, error)
             raise
         finally:
-            if error is not None:
-                self.end(call, error)
-            while error is None and self._records and self._records[-1].number >= record.number:
+            while record.finished is None and self._records and self._records[-1].number >= record.number:
                 self._count = self._records.pop().number  # the analysis compares the counts of ranks
             self._enter_call()
 
@@ -171,13 +158,16 @@ class FlightRecorder:
     def as_dict(self) -> dict[str, Any]:
         """The contents of the file."""
         records, barriers = list(self._records), self._barriers()
-        entries = [record.entry() for record in records]
-        groups = {_name_of(record.call.ranks): record.call.ranks for record in records}
+        entries, groups = [], {}
+        for record in records:
+            group, name = _name_of(record.call.ranks), f"{record.details.transport} {record.call.text}"
+            entries.append(record.entry(group, record.call.number, name))
+            groups[group] = record.call.ranks
         late = barriers.late_peers() if barriers is not None and records else []
         for i, (peer, number) in enumerate(late, 1):  # all ranks have the record of the call, the last one
             pair, text = (min(self.rank, peer), max(self.rank, peer)), f"barrier inside of {records[-1].call.text}"
             groups[name := f"barriers of {_name_of(pair)}"] = pair
-            entries.append(records[-1].started_entry(i, name, number, text, None))
+            entries.append(records[-1].entry(name, number, text, i))
         config = {n: {"name": n, "desc": _DESCRIPTION, "ranks": str(list(ranks))} for n, ranks in groups.items()}
         file = {"version": _VERSION, "pg_config": config, "pg_status": {}, "comm_lib_version": ""}
         return {**file, "entries": entries}
@@ -204,11 +194,11 @@ class FlightRecorder:
             return
         self._write(str(self.rank))
         with suppress(RuntimeError):  # the store is gone
-            before, self._known = self._known, f"{self.rank} {secrets.token_hex(8)}"
+            own = f"{self.rank} {secrets.token_hex(8)}"
             # That of another rank, if it was first.
-            self._known = self._ask(lambda store: store.compare_set(_REQUESTED, before, self._known)).decode()
-            self._ask(lambda store: store.set(f"{self._known} {self.rank}", "written"))
-            self._store.wait([f"{self._known} {rank}" for rank in range(self.ranks)], _PATIENCE)
+            request = self._known = self._ask(lambda store: store.compare_set(_REQUESTED, self._known, own)).decode()
+            self._ask(lambda store: store.set(f"{request} {self.rank}", "written"))
+            self._store.wait([f"{request} {rank}" for rank in range(self.ranks)], _PATIENCE)
 
     def _write(self, failed: str) -> None:
         """Write the file because a call of rank `failed` has failed. Raises nothing: that error matters more."""
