@@ -29,7 +29,6 @@ from ..planner.render.explain import format_bytes
 from ..runtime.environment import (
     pretended_node_size,
     requested_flight_records,
-    requested_gloo_sched_batch,
     requested_logs,
     requested_nvtx,
     requested_poison,
@@ -95,7 +94,6 @@ def settings() -> Iterator[Finding]:
         "SHARDWEAVE_POISON_ROWS": requested_poison,
         "SHARDWEAVE_POOL_LIMIT": requested_pool_limit,
         "SHARDWEAVE_LOGS": requested_logs,
-        "SHARDWEAVE_GLOO_SCHED_BATCH": requested_gloo_sched_batch,
         "SHARDWEAVE_NVTX": requested_nvtx,
         "SHARDWEAVE_FR_BUFFER_SIZE": requested_flight_records,
     }

@@ -14,15 +14,13 @@ import numpy as np
 from .cost.byte_bound import bytes_bound
 from .cost.cross_mesh_cost import step_price_between
 from .cost.topology import Topology
-from .exchange.node_change import shard_boxes
 from .exchange.steps import Exchange, Step, Traffic
 from .layouts.dtypes import ITEMSIZE
-from .layouts.index_sets import held_box, held_sizes
+from .layouts.index_sets import held_sizes
 from .layouts.layout import Layout
 from .layouts.mesh import Mesh
 from .layouts.node_layout import NodeLayout
 from .layouts.nodes import Nodes, nodes_of
-from .layouts.spans import Span
 from .path import Path
 
 
@@ -169,19 +167,6 @@ class ProgramBase:
     def shape_after(self, step: Step, position: int) -> tuple[int, ...]:
         """The shape of the shard of `position` after a step."""
         return self.local_shape(step.target, position, step.target_mesh)
-
-    def boxes_after(self, step: Step, position: int) -> list[tuple[tuple[Span, ...], tuple[int, ...]]]:
-        """The boxes of the tensor that `position` has values of after a step to a layout without strided shards, each
-        with the indices in its shard at which it begins."""
-        coordinate = self.coordinate_in(step.target_mesh, position)
-        if coordinate is None:
-            return []
-        if not isinstance(step.target, NodeLayout):
-            return [(held_box(self.shape, step.target, step.target_mesh.shape, coordinate), (0,) * len(self.shape))]
-        boxes = shard_boxes(step.target_mesh, step.target, self.shape)
-        mine = boxes.position == step.target_mesh.position(coordinate)
-        ends = (x[mine].tolist() for x in (boxes.at, boxes.start, boxes.stop))
-        return [(tuple(zip(start, stop, strict=True)), tuple(at)) for at, start, stop in zip(*ends, strict=True)]
 
     def local_bytes(self, layout: Layout, position: int) -> int:
         """The size in bytes of the shard of `position` under `layout`."""

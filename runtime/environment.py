@@ -158,15 +158,6 @@ def requested_logs() -> dict[str, int]:
     return levels
 
 
-def requested_gloo_sched_batch() -> bool:
-    """SHARDWEAVE_GLOO_SCHED_BATCH: whether gloo's event loops are scheduled as SCHED_BATCH.
-
-    Raises:
-        ArgumentError: neither 0 nor 1.
-    """
-    return _switch("SHARDWEAVE_GLOO_SCHED_BATCH", True)
-
-
 def requested_nvtx() -> bool:
     """SHARDWEAVE_NVTX: whether calls are NVTX ranges as well.
 

@@ -1,10 +1,11 @@
-"""Text files that users name, which may be pipes and devices."""
+"""Text files that users name, which may be pipes and devices; files that are written as a whole."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 _MOST_OF_PIPE = 1 << 26  # characters
@@ -31,6 +32,24 @@ def read_text(path: Path) -> str:
         if len(text) > _MOST_OF_PIPE:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         return text
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    """Write a file and return its path. Readers see the old file or the new one; a link at `path` is replaced, not
+    followed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return path
 
 
 def _open_at_once(path: str, flags: int) -> int:

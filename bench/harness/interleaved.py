@@ -11,7 +11,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,16 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardweave.runtime.transports.gloo_event_loops import default_policy
-
 from .machine import last_level_cache
 
 KEPT = 4  # outputs of a contender that stay alive
 TURN_SECONDS = 0.03  # the least time of the calls of a turn, so that leaving the barrier before it does not count
 MOST_CALLS = 400
 MOST_SETS = 1024
-AS_OURS = ", SCHED_BATCH"
-"""The suffix of sides that are timed with gloo's threads as SCHED_BATCH, as shardweave's own are."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +99,12 @@ def time_sides(
 
     def turn(side: str, calls: int) -> float:
         call, outputs = sides[side], alive[side]
-        with scheduled_for(side):
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(calls):
-                outputs.append(call())
-            finish()
-            return (time.perf_counter() - start) / calls
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            outputs.append(call())
+        finish()
+        return (time.perf_counter() - start) / calls
 
     # The first calls bind programs and touch fresh pages. The next determine how many calls make a turn, on all ranks.
     for side in sides:
@@ -123,13 +117,6 @@ def time_sides(
         for side in in_order(sides, number):
             seconds[side].append(turn(side, calls[side]))
     return seconds
-
-
-def scheduled_for(side: str) -> AbstractContextManager[None]:
-    """A context in which gloo's threads are scheduled as without shardweave, unless the name of the side begins with
-    "ours" or ends with `AS_OURS`."""
-    as_ours = side.startswith("ours") or side.endswith(AS_OURS)
-    return nullcontext() if as_ours else default_policy()
 
 
 def in_order(sides: Iterable[str], number: int) -> list[str]:

@@ -6,9 +6,7 @@ Results are checked first. Bytes are those that enter a host during one call, co
 the host with most; the bound is what has to enter it, of a sum one value, as if the other hosts had added their terms.
 All ranks share the cores of this machine, so that at the higher rate the cores, not the links, may limit all sides: how
 busy they are is measured after the times. A third side sends as many bytes as shardweave does between hosts, by plain
-`isend` and `irecv`, after which the ranks of a host wait for each other, and nothing else. gloo's threads have the
-policy that shardweave gives them (`runtime/transports/gloo_event_loops.py`) in its own turns only; torch's all-to-alls
-are measured with both.
+`isend` and `irecv`, after which the ranks of a host wait for each other, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, m
 from shardweave.bench.baselines.token_layers import EXPERTS, expert_scale, faults_of, plain_layer, shardweave_layer
 from shardweave.bench.harness.core_time import busy_share
 from shardweave.bench.harness.hosts import Hosts
-from shardweave.bench.harness.interleaved import AS_OURS, scheduled_for, time_sides
+from shardweave.bench.harness.interleaved import time_sides
 from shardweave.bench.harness.link_bytes import bytes_received, least_bytes, least_token_bytes, planned_bytes
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.harness.namespaces import HostsUnavailable, congestion_control
@@ -58,7 +56,7 @@ LAYOUTS = [
     ("R S0", "R S1"),
 ]  # fmt: skip
 EVERYWHERE = 4  # how many of `LAYOUTS`, the first ones, on all hosts, and beside plain messages
-_DISPATCH_STEPS = 2  # few rows with their numbers, and what comes back for them
+_DISPATCH_STEPS = 3  # counts, rows, and what comes back for them
 _TURN_SECONDS, _WARM_CALLS, _LONGEST = 0.3, 2, 7200.0
 _BYTES_ARE = (
     "received by a host over its link during a call, headers included, of the host with most; of link: the share that "
@@ -66,7 +64,7 @@ _BYTES_ARE = (
 )
 MESSAGES = "isend, irecv"
 BY_TORCH = "torch.distributed"
-DISPATCHERS = ("ours", BY_TORCH, BY_TORCH + AS_OURS)
+DISPATCHERS = ("ours", BY_TORCH)
 
 
 @dataclass(frozen=True)
@@ -208,11 +206,7 @@ def _detail(setting: Setting, sides: Mapping[str, Callable[[], Any]], network_st
     detail = {"bytes are": f"{_BYTES_ARE}; TCP uses {congestion_control()}", "gigabits": setting.gigabits}
     if setting.round_trip_ms:
         return {**detail, "round_trip_ms": setting.round_trip_ms, "network_steps": network_steps}
-    busy = {}
-    for name, side in sides.items():
-        with scheduled_for(name):
-            busy[name] = busy_share(side, _TURN_SECONDS)
-    return {**detail, "cores_busy": busy}
+    return {**detail, "cores_busy": {name: busy_share(side, _TURN_SECONDS) for name, side in sides.items()}}
 
 
 def _redistributed(
@@ -259,7 +253,7 @@ def _redistributed(
 def _dispatched(shape: Tokens, mesh: DeviceMesh, rounds: int, rank: int, setting: Setting) -> dict[str, Any]:
     ranks = mesh.size()
     ours = shardweave_layer(mesh, shape.hidden, shape.tokens)
-    layers = dict(zip(DISPATCHERS, (ours, plain_layer, plain_layer), strict=True))
+    layers = dict(zip(DISPATCHERS, (ours, plain_layer), strict=True))
     given = [inputs_of(shape, other) for other in range(ranks)]
     faults = {name: "; ".join(faults_of(layer, expert_scale(rank, ranks), *given[rank])) for name, layer in
               layers.items()}  # fmt: skip

@@ -34,7 +34,6 @@ from shardweave.bench.harness.interleaved import (
     in_order,
     rotated,
     rotating,
-    scheduled_for,
     time_sides,
 )
 from shardweave.bench.harness.measure import Sink
@@ -140,11 +139,10 @@ def measure_new_lengths(first: Workload, mesh: DeviceMesh, rounds: int) -> dict[
             length += 1
             case = Case(replace(first, shape=(length, columns), full_shape=(length, columns)), mesh)
             call = redistribute_calls(case)[side]
-            with scheduled_for(side):
-                dist.barrier()
-                began = time.perf_counter()
-                output = call(case.source)
-                took = time.perf_counter() - began
+            dist.barrier()
+            began = time.perf_counter()
+            output = call(case.source)
+            took = time.perf_counter() - began
             if number >= _FIRST_ROUNDS:
                 seconds[side].append(took)
             if fault := case.fault(output.to_local(), pairwise=side == "stock"):

@@ -14,7 +14,6 @@ _WEIGHT = 4
 _BARRIERS = 4  # inside a node, in a dispatch and a combine on two levels
 _INSIDE = 3  # messages of a pair of ranks of a node on two levels, where memory is not addressed: rows, weights, sums
 _ROUNDS_ONE, _ROUNDS_TWO = 4, 3  # messages of a pair of ranks: counts, rows, weights, sums; or counts, tokens, sums
-_ROUNDS_AT_ONCE = 2  # counts and all that belongs to tokens; sums
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ def price_levels(
     topology: Topology,
     pushed: bool = True,
     chunk_rows: int | None = None,
-    at_once: tuple[bool, bool] = (False, False),
 ) -> LevelPrices:
     """Estimate a dispatch and a combine of evenly routed tokens on the slowest node.
 
@@ -60,11 +58,7 @@ def price_levels(
         chunk_rows: the rows of a message with one level, full or not. With two a message between nodes then has a place
             for each token that may have a row there, and one inside a node that many rows of each rank whose tokens its
             sender brings. None: messages of exact size.
-        at_once: with one level, and with two: whether tokens travel in one message with the counts.
     """
-    rounds_one, rounds_two = (
-        _ROUNDS_AT_ONCE if both else rounds for both, rounds in zip(at_once, (_ROUNDS_ONE, _ROUNDS_TWO), strict=True)
-    )
     sizes, ranks, pairs = Counter(nodes), len(nodes), tokens * top_k
     reached = {node: 1 - (1 - size / ranks) ** top_k for node, size in sizes.items()}  # of a token
     prices = {"one": 0.0, "two": 0.0, "one_bytes": 0.0, "two_bytes": 0.0}
@@ -86,8 +80,8 @@ def price_levels(
             two += 0 if pushed else 2 * (ranks * chunk_rows - pairs)
         elsewhere = sum(crossing)
         links = {
-            "one": (sent_pairs, received_pairs, _WEIGHT, others, rounds_one),
-            "two": (size * elsewhere, received, PAIR_BYTES * top_k, len(sizes) - 1, rounds_two),
+            "one": (sent_pairs, received_pairs, _WEIGHT, others, _ROUNDS_ONE),
+            "two": (size * elsewhere, received, PAIR_BYTES * top_k, len(sizes) - 1, _ROUNDS_TWO),
         }
         copies = {"one": one, "two": two + 4 * elsewhere + 3 * tokens}
         for name, (out, into, more, messages, rounds) in links.items():

@@ -11,7 +11,6 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _is_view_op
 
 from ...errors import TransportError
-from .. import flight_recorder
 from ..statistics import Redistribution
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyHierarchical, AnyTransport
@@ -82,12 +81,8 @@ class AsyncRun:
 
     Args:
         complete: waits for the peers and returns the result of the last request.
-
-    Attributes:
-        record: of the flight recorder, if there is one.
     """
 
-    record: flight_recorder.Record | None = None
     _error: BaseException | None = None
     _finished = False
 
@@ -144,8 +139,6 @@ class AsyncRun:
         profiled = call_range("shardweave::finish") if wants_ranges() else nullcontext()
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         rendezvous.calls.current = self._call  # other transports may have been called since
-        if flight_recorder.current is not None:
-            flight_recorder.current.resume(self.record)
         try:
             with ResumedCall(transport, self._statistics), profiled, on_stream:
                 try:
@@ -175,12 +168,14 @@ class SideStreamRun(AsyncRun):
     def __init__(self, transport: AnyTransport, join: Callable[[torch.Tensor | None], None]) -> None:
         self._any_transport: AnyTransport | None = transport
         self._lock, self._join_side = transport.rendezvous.lock, join
+        self._call = transport.rendezvous.calls.current
 
     def _finish(self) -> None:
         transport, self._any_transport = self._any_transport, None
         if transport is not None and transport.pending is self:
             transport.pending = None
             self._join_side(None)
+            transport.rendezvous.end(call=self._call)
 
     def _join(self, output: torch.Tensor) -> None:
         self._join_side(output)  # it may be used on another stream than that of the next call

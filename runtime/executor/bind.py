@@ -13,15 +13,12 @@ from ..statistics import Summary
 from ..transports.base import Transport
 from .choose_algorithm import Algorithm, Reduction, choose_algorithm
 from .copies import contiguous_strides
-from .push_ahead import pushed_first
-from .reduce_ahead import can_reduce_ahead, reduce_ahead
 from .run import Run, run_steps
 from .step_collective import CollectiveReduction
 from .step_direct import DirectStep
-from .step_forward import ForwardStep, can_forward
 from .step_hierarchical import HierarchicalStep, HierarchicalWindowStep
 from .step_put import PutStep
-from .step_sendrecv import SendRecvStep, can_stay_scattered
+from .step_sendrecv import SendRecvStep
 from .step_window import WindowStep
 
 _FAST = 1 << 62  # in the fingerprint of a program whose backend may reduce
@@ -86,36 +83,13 @@ class BoundProgram:
         self.fingerprint = 0
         if program.exchanges:
             self.fingerprint = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)
-        self.steps: list[AnyStep | ForwardStep] = []
-        algorithms = [choose_algorithm(program, step, position, transport, reduction) for step in program.steps]
-        types = [step_type(algorithm, transport) for algorithm in algorithms]
-        scattered, buffers = None, 1
+        self.steps: list[AnyStep] = []
         for i, step in enumerate(program.steps):
             source_strides = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
+            algorithm = choose_algorithm(program, step, position, transport, reduction)
+            bind = step_type(algorithm, transport)
             arguments = program, step, position, source_strides, transport, dtype, device
-            if types[i] is PutStep:
-                first_boxes = None
-                if device.type == "cpu":
-                    first_boxes = pushed_first(program, i, position, transport)
-                self.steps.append(PutStep(*arguments, first_boxes=first_boxes))
-                continue
-            if types[i] is not SendRecvStep:
-                self.steps.append(types[i](*arguments, algorithm=algorithms[i]))
-                continue
-            scatters = types[i + 1 : i + 2] == [SendRecvStep] and can_stay_scattered(step, program.steps[i + 1])
-            bound = SendRecvStep(
-                *arguments, algorithm=algorithms[i], scattered=scattered, buffers=buffers, keep_scattered=scatters
-            )
-            self.steps.append(bound)
-            scattered, buffers = (bound.output_boxes, buffers + 1) if scatters else (None, 1)
-        for i in range(1, len(self.steps)):
-            first, second = self.steps[i - 1 : i + 1]
-            if isinstance(second, HierarchicalStep) and program.steps[i - 1].reduce:
-                second.receives_first = False  # ranks that reduce ahead meet their peers in another order
-            if can_reduce_ahead(first, second):
-                reduce_ahead(first, second)  # type: ignore[arg-type]
-            if can_forward(first, second):
-                self.steps[i] = ForwardStep(first, second)  # type: ignore[arg-type]
+            self.steps.append(bind(*arguments) if bind is PutStep else bind(*arguments, algorithm=algorithm))
         for earlier in self.steps[:-1]:
             earlier.last = False
         self.run: Callable[[Any, int], Run] = (

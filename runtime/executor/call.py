@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError, TransportError, UnsupportedError
 from ...kernels import on_device
 from ...planner import Mesh, Topology
-from .. import flight_recorder
 from ..convert_specs import mesh_of
 from ..environment import requested_transport
+from ..flight_recorder import Details
 from ..process_group_cache import ProcessGroupCache
 from ..statistics import stats
 from ..transports.call_lock import CallLock
@@ -62,6 +62,7 @@ class Call:
             self.order.join()  # binding has uploaded tables that calls on other streams read
         if bound is not None and transport is not None:
             self.statistics = stats().kind(bound.request, transport.name, bound.summary)
+            self.details = Details(transport.name, bound.device, bound.traffic)
             if _logger.isEnabledFor(logging.DEBUG):
                 text, received, _ = bound.summary()
                 _logger.debug("bound %s: receives %d bytes by %s", text, received, transport.name)
@@ -91,9 +92,7 @@ class Call:
                 self.order.join(self)
             fingerprint = bound.fingerprint
             if self.has_peers:
-                fingerprint = transport.rendezvous.begin(self.participants, fingerprint, bound.title)
-                if flight_recorder.current is not None:
-                    flight_recorder.current.describe(transport.name, bound.device, bound.traffic)
+                fingerprint = transport.rendezvous.begin(self.participants, fingerprint, bound.title, self.details)
             run = bound.run(x, fingerprint)
             if async_op:
                 if isinstance(transport, SymmetricMemoryTransport):
@@ -107,8 +106,6 @@ class Call:
         with call_range("shardweave::begin") if wants_ranges() else nullcontext():
             try:
                 out, join = transport.side.run(x, lambda: run_to_end(run, transport.answer))
-                if flight_recorder.current is not None:
-                    flight_recorder.current.end(stream=transport.side.stream)
             finally:
                 if self.order is not None:
                     self.order.moved_to(transport.side.stream)
@@ -126,8 +123,6 @@ class Call:
         except StopIteration as end:
             return end.value
         transport.pending = AsyncRun(run, transport, complete, self.statistics, output.device)
-        if flight_recorder.current is not None:
-            transport.pending.record = flight_recorder.current.suspend()
         return AsyncResult(output, transport.pending)
 
 

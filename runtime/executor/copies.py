@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from operator import add, mul
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,8 @@ from ...kernels import (
     target_views,
     window_table,
 )
-from ...planner import Reduce, Row, TransferTable
+from ...planner import Reduce
 from ..transports.comm_requests import Address
-from .boxes import Box, box_at_source, box_at_target, common_box, extent_of
 
 _CACHED_ADDRESSES = 64
 
@@ -72,75 +71,6 @@ def place(extent: Sequence[int], start: Sequence[int], strides: Sequence[int], b
     return tuple(extent), tuple(strides), base + sum(map(mul, start, strides))
 
 
-def part_in(move: Move, row: Row, box: Box) -> Move:
-    """The part in `box` of a copy or reduction of a row; `box` is in the row's box at its target."""
-    extent, start = extent_of(box), [a - b for (a, _), b in zip(box, row.target_start, strict=True)]
-
-    def part(where: Where) -> Where:
-        return place(extent, start, where[1], where[2])
-
-    (target, where), sources = move
-    return Move((target, part(where)), [(source, part(at)) for source, at in sources])
-
-
-class BoxPart(NamedTuple):
-    """The part of a box that is in one buffer.
-
-    Attributes:
-        place: where this part is.
-        start: its first element in the box, by axis; None if it is the whole box.
-    """
-
-    place: Part
-    start: tuple[int, ...] | None
-
-    def of(self, where: Where) -> Where:
-        """The place of this part in a buffer that has the whole box at `where`."""
-        return where if self.start is None else place(self.place[1][0], self.start, where[1], where[2])
-
-    def row(self, row: Row) -> Row:
-        """The row of a box, cut down to this part."""
-        if self.start is None:
-            return row
-        starts = [list(map(add, start, self.start)) for start in (row.source_start, row.target_start)]
-        return row._replace(source_start=starts[0], target_start=starts[1], extent=list(self.place[1][0]))
-
-
-class StridedTensor:
-    """A tensor in one buffer, with strides."""
-
-    def __init__(self, buffer: int, strides: Sequence[int]) -> None:
-        self.buffer, self.strides = buffer, strides
-
-    def locate(self, row: Row, axes: Sequence[int]) -> list[BoxPart]:
-        """Where the source box of a row is; `axes`: of the `TransferTable`."""
-        where = box_at(row.extent, row.source_start, row.source_step, self.strides, axes)
-        return [BoxPart((self.buffer, where), None)]
-
-
-class ScatteredTensor:
-    """A tensor whose boxes are in several buffers, because copying it into one buffer and out again is avoided.
-
-    Args:
-        boxes: rows that are plain (`is_plain`), each with its place; `target_start` is the start in the tensor.
-    """
-
-    def __init__(self, boxes: Sequence[tuple[Row, Part]]) -> None:
-        self.boxes = boxes
-
-    def locate(self, row: Row, axes: Sequence[int]) -> list[BoxPart]:
-        """Same as `StridedTensor.locate`, with one part for each box of this tensor that the row's box intersects."""
-        parts, wanted = [], box_at_source(row)
-        for box, (buffer, (_, strides, offset)) in self.boxes:
-            common = common_box(wanted, box_at_target(box))
-            if common is not None:
-                extent, first = extent_of(common), [start for start, _ in common]
-                here = [a - b for a, b in zip(first, box.target_start, strict=True)]
-                start = tuple([a - b for a, b in zip(first, row.source_start, strict=True)])
-                parts.append(BoxPart((buffer, place(extent, here, strides, offset)), start))
-        return parts
-
-
 def box_at(
     extent: Sequence[int],
     start: Sequence[int],
@@ -152,13 +82,6 @@ def box_at(
     """The place of a row's box in a tensor with these strides that begins at element `base` of a buffer."""
     offset = base + sum(map(mul, start, strides))
     return tuple(extent), tuple([n * strides[d] for n, d in zip(step, axes, strict=True)]), offset
-
-
-def is_plain(boxes: TransferTable) -> bool:
-    """Whether each axis of the boxes is a tensor dim of its own, with step 1."""
-    return boxes.axes == tuple(range(boxes.source_start.shape[1])) and bool(
-        (boxes.source_step == 1).all() and (boxes.target_step == 1).all()
-    )
 
 
 def contiguous_start(boxes: Iterable[Where]) -> int | None:

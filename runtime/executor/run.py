@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ...errors import DisagreementError, TransportError
-from .. import flight_recorder
 from ..statistics import Redistribution
 from ..transports.comm_requests import CommRequest
 from ..transports.select import AnyTransport
@@ -29,10 +28,9 @@ class RunnableStep(Protocol):
 
 def run_steps(steps: Sequence[RunnableStep], x: torch.Tensor, fingerprint: int) -> Run:
     """Run steps one after the other, each on the output of the previous one. The i-th uses `fingerprint + 2 * i`."""
-    value: Any = x
     for i, step in enumerate(steps):
-        value = yield from step.run(value, fingerprint + 2 * i)
-    return value
+        x = yield from step.run(x, fingerprint + 2 * i)
+    return x
 
 
 def run_to_end(run: Run, answer: Callable[[CommRequest], Any] | None) -> Any:
@@ -58,13 +56,6 @@ def run_profiled(run: Run, answer: Callable[[CommRequest], Any] | None, name: st
                     result = answer(request)  # type: ignore[misc]
         except StopIteration as end:
             return end.value
-
-
-def fail(transport: AnyTransport, error: TransportError) -> None:
-    """Notify all peers that this rank has failed, then write flight records, for which this rank waits."""
-    transport.fail(error)
-    if flight_recorder.current is not None:
-        flight_recorder.current.failed()
 
 
 def finish_pending(transport: AnyTransport) -> None:
@@ -128,7 +119,8 @@ class ExclusiveCall:
         if (error := transport.error) is not None:
             # Raise before anything is pushed: receive buffers that peers kept may be in use for something else. If only
             # one part of a hierarchical transport has failed, the peers of the other part are notified here.
-            fail(transport, error)
+            transport.fail(error)
+            transport.rendezvous.end(error)
             raise type(error)(f"{error}; allowed after that: calls on process groups made since") from error
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -136,12 +128,12 @@ class ExclusiveCall:
         transport.busy = False
         try:
             self.statistics.milliseconds += (time.perf_counter() - self.start) * 1e3
-            if flight_recorder.current is not None:
-                flight_recorder.current.end(error)
             if error is not None and not is_recoverable(error):
                 # Peers may be waiting for this rank's next exchange: notify them.
                 text = f"rank {transport.rank} failed in an earlier call: {type(error).__name__}: {error}"
-                fail(transport, error if isinstance(error, TransportError) else TransportError(text))
+                transport.fail(error if isinstance(error, TransportError) else TransportError(text))
+            if error is not None or transport.pending is None:  # a pending call ends when it is finished
+                transport.rendezvous.end(error)
         finally:
             lock.depth -= 1
             lock.release_now()

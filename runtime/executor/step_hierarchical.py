@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
-from ...planner import Exchange, Program, Row, Step
+from ...planner import Program, Row, Step
 from ..transports.base import Transport
-from ..transports.comm_requests import AwaitTransfer, Barrier, StartTransfer, Transfer
+from ..transports.comm_requests import AwaitTransfer, StartTransfer, Transfer
 from .choose_algorithm import Algorithm, window_members
 from .copies import Copies, Move, Part, Reduction
-from .pieces import is_worth_cutting
 from .run import Run
 from .step import Terms
-from .step_put import PutStep, Unreduced
-from .step_sendrecv import Arriving, SendRecvStep, SharedBuffers, start_in_two
+from .step_put import PutStep
+from .step_sendrecv import SendRecvStep, SharedBuffers
 from .step_window import WindowStep
 
 _RECEIVED = 2  # index of the receive buffer of messages, after the input and the buffer that peers of the node write
@@ -37,15 +35,8 @@ class _RemoteMessages(SendRecvStep):
         """`staged`, with the index `source` for the receive buffer."""
         return {key: (source, where) for key, (_, where) in self.staged.items()}
 
-    def transfer(
-        self,
-        x: torch.Tensor,
-        received: torch.Tensor,
-        fingerprint: int,
-        out: torch.Tensor,
-        unreduced: Unreduced | None = None,
-    ) -> Transfer:
-        return cast("Transfer", self.messages([x], out, received, fingerprint, unreduced))
+    def transfer(self, x: torch.Tensor, received: torch.Tensor, fingerprint: int, out: torch.Tensor) -> Transfer:
+        return cast("Transfer", self.messages(x, out, received, fingerprint))
 
 
 def _split_by_node(
@@ -63,14 +54,7 @@ class HierarchicalStep(PutStep):
     How two ranks exchange depends on their nodes only, so both know. Messages are received in the output if possible,
     and otherwise unpacked. A reduction reads its terms from the staging buffer and from the receive buffer of the
     messages, in the order of contributors as everywhere.
-
-    Attributes:
-        is_forwarded: `run` returns `Arriving`, for a `ForwardStep`.
-        receives_first: large messages are sent once all ranks of the node have started to receive. What a receive
-            announces to its sender would wait behind the data that other ranks of the node send.
     """
-
-    is_forwarded = False
 
     def __init__(
         self,
@@ -90,53 +74,18 @@ class HierarchicalStep(PutStep):
                 {i: Move((0, self.target(self.incoming[i])), [place]) for (i, _), place in staged}, self.copies
             )
         self.launches += self.remote.launches
-        # The same on all members of the node, which meet once more. Not between meshes, where they differ.
-        in_a_group = isinstance(step, Exchange) and step.group is not None
-        self.receives_first = in_a_group and bool(self.peers) and is_worth_cutting(self.largest)
 
     def bind_reduction(self) -> None:
         moves = self.reduction_moves({**self.remote.staged_in(_RECEIVED), **self.staged()})
         self.remote.bind_arrivals(dict(enumerate(moves)), self.reducing)
 
-    def run(self, x: torch.Tensor | Unreduced, fingerprint: int) -> Run:
-        arriving = yield from self.start(x, fingerprint)
-        return arriving if self.is_forwarded else (yield from self.arrive(arriving))
-
-    def start(self, x: torch.Tensor | Unreduced, fingerprint: int) -> Run:
-        """As `SendRecvStep.start`; the ranks of the node have exchanged afterwards."""
-        unreduced = x if isinstance(x, Unreduced) else None
-        x = x.out if isinstance(x, Unreduced) else x
-        opened = self.buffers(fingerprint)
+    def run(self, x: torch.Tensor, fingerprint: int) -> Run:
+        opened = yield from self.open(fingerprint)
         received = self.transport.empty((self.remote.receive_elements,), self.dtype, self.device)
-        transfer = self.remote.transfer(x, received, fingerprint, opened.out, unreduced)
-        if unreduced is None or unreduced.later is None:
-            opened = yield from self.exchange_addresses(opened, fingerprint)
-            started, more = yield from self._start(transfer, fingerprint)
-        else:
-            started, more = yield from start_in_two(transfer, self.remote.sends_first, unreduced.later)
-            opened = yield from self.exchange_addresses(opened, fingerprint)
-        if unreduced:
-            self.remote.reductions[-1](unreduced.buffers, [x])
-        self.push_all(x, opened.addresses)
-        own = partial(self.push, x, self.own, opened.address, self.own_nbytes) if self.own else None
-        yield from self.close(opened, fingerprint, own)
-        buffers = [x, opened.receive_buffer, received]
-        if self.remote.in_pieces:
-            self.remote.finish(buffers, [opened.out])
-        return Arriving(started, buffers, opened.out, more)
-
-    def _start(self, transfer: Transfer, fingerprint: int) -> Run:
-        """Start the messages. Returns one transfer, or those of the receives and of the sends."""
-        if not self.receives_first:
-            return (yield StartTransfer(transfer)), None
-        receives = yield StartTransfer(transfer.receives_only())
-        yield Barrier(self.peer_ranks, fingerprint, None)
-        return receives, (yield StartTransfer(transfer.sends_only()))
-
-    def arrive(self, arriving: Arriving, then: Callable[[int], None] | None = None) -> Run:
-        """As `SendRecvStep.arrive`."""
+        started = yield StartTransfer(self.remote.transfer(x, received, fingerprint, opened.out))
+        yield from self.push_all(x, opened, fingerprint)
         self.remote.last = self.last
-        return (yield from self.remote.arrive(arriving, then))
+        return (yield from self.remote.arrive(started, [x, opened.receive_buffer, received], opened.out))
 
     def finish(
         self, x: torch.Tensor, receive_buffer: torch.Tensor, out: torch.Tensor, received: torch.Tensor | None = None

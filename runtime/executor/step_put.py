@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,8 +14,7 @@ from ..transports.base import OneSidedTransport
 from ..transports.comm_requests import Address, Barrier
 from ..transports.shared_memory.allocator import block_size
 from ..transports.shared_memory.receive_buffers import LARGEST_KEPT
-from .boxes import Box, box_at_target, without
-from .copies import Copies, Move, contiguous_strides, is_plain, part_in
+from .copies import Copies, Move, contiguous_strides
 from .run import Run
 from .step import BoundStep, Terms
 
@@ -37,20 +36,6 @@ class Opened(NamedTuple):
     out: torch.Tensor
 
 
-class Unreduced(NamedTuple):
-    """An output whose reduction is left to the next step.
-
-    Attributes:
-        buffers: what the reduction reads.
-        later: the rest of the run, if peers have pushed a first part only (`push_ahead`): pushes what is left, and
-            waits until peers have; else None.
-    """
-
-    buffers: list[torch.Tensor]
-    out: torch.Tensor
-    later: Run | None
-
-
 class PutStep(BoundStep):
     """Ranks write into each other's receive buffers between two barriers: the buffers may be written, and have been
     written. The first is left out where peers have kept the buffers of an earlier run.
@@ -59,20 +44,13 @@ class PutStep(BoundStep):
     [staging slots, *output shape], with one slot for each contribution of a peer to the same element. The place of a
     box follows from the senders of its row and from its place in the output, so senders need nothing beyond the plan.
     A single contribution, or one that only this rank's own is added to, is written into the output itself.
-
-    Args:
-        first_boxes: what is pushed before an additional barrier, as boxes of the output of each member (`push_ahead`);
-            None: everything is pushed at once.
     """
 
     transport: OneSidedTransport
 
-    leaves_reduction = False
-    """`run` returns `Unreduced` (`reduce_ahead`)."""
-
-    def __init__(self, *args: Any, first_boxes: Mapping[int, Sequence[Box]] | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        step, reduce, self.first_boxes = self.step, self.step.reduce, first_boxes
+        step, reduce = self.step, self.step.reduce
         # With more than two terms the reduction would overwrite one of them before it is read.
         self.receives_in_output = step.staged_terms < 2 and bool(reduce is None or self.peers)
         slots = 1 if self.receives_in_output else min(step.staged_terms, len(self.peers))
@@ -81,15 +59,9 @@ class PutStep(BoundStep):
         nbytes = {p: math.prod(shape) * slots * self.dtype.itemsize for p, shape in shapes.items()}
         self.own_nbytes, largest = nbytes[self.me], max(nbytes.values())
         self.largest, self.block = largest, block_size(self.own_nbytes)
-        written, later = self._written(shapes)
-        self.pushes: list[tuple[int, int, Copies]] = []
+        written = self._written(shapes)
+        self.pushes = [(i, nbytes[p], written[p]) for i, p in enumerate(self.peers) if not written[p].empty]
         """For each peer that this rank writes to: index in `peers`, bytes of its receive buffer, copies."""
-        self.later_pushes: list[tuple[int, int, Copies]] = []
-        """Likewise, of what is not pushed first."""
-        for of_peer, pushes in ((written, self.pushes), (later, self.later_pushes)):
-            for index, peer in enumerate(self.peers):
-                if not of_peer[peer].empty:
-                    pushes.append((index, nbytes[peer], of_peer[peer]))
         # Buffers are kept only if all ranks have the same peers, so that they all keep theirs; not between meshes.
         same_peers = isinstance(step, Exchange) and step.group is not None
         self.receive_buffers = None
@@ -104,16 +76,12 @@ class PutStep(BoundStep):
         else:
             self.own = written[self.me]
 
-    def _written(self, shapes: Mapping[int, tuple[int, ...]]) -> tuple[dict[int, Copies], dict[int, Copies]]:
-        """The copies that this rank writes into the receive buffer of each member, by position, and those that it
-        writes later. Those into its own are the boxes that it keeps and fills, or none if the step reduces. `shapes`:
-        of the members' outputs."""
+    def _written(self, shapes: dict[int, tuple[int, ...]]) -> dict[int, Copies]:
+        """The copies that this rank writes into the receive buffer of each member, by position. Those into its own are
+        the boxes that it keeps and fills, or none if the step reduces. `shapes`: of the members' outputs."""
         me, reduce, ndim = self.me, self.step.reduce, len(self.program.shape)
         strides = {p: contiguous_strides(shape)[:ndim] for p, shape in shapes.items()}
         moves: dict[int, list[Move]] = {p: [] for p in shapes}
-        later: dict[int, list[Move]] = {p: [] for p in shapes}
-        # Only plain boxes can be cut: others are all pushed first, which is more than is needed, but right.
-        first = self.first_boxes if is_plain(self.boxes) else None
         for row in self.rows:
             receiver, senders = row.receiver, row.senders
             fills = receiver == me and not reduce and senders[0] == FILL
@@ -121,15 +89,8 @@ class PutStep(BoundStep):
                 continue
             base = self.staging_slots(row)[senders.index(me)] * math.prod(shapes[receiver]) if reduce else 0
             target = 0, self.target(row, strides[receiver], base)
-            move = Move(target, [] if fills else [(0, self.source(row))])
-            if first is None:
-                moves[receiver].append(move)
-                continue
-            whole, wanted = box_at_target(row), first[receiver]
-            rest = list(without(whole, wanted))
-            later[receiver] += [part_in(move, row, part) for part in rest]
-            moves[receiver] += [part_in(move, row, part) for part in without(whole, rest)]
-        return {p: self.copies(parts) for p, parts in moves.items()}, {p: self.copies(x) for p, x in later.items()}
+            moves[receiver].append(Move(target, [] if fills else [(0, self.source(row))]))
+        return {p: self.copies(of_member) for p, of_member in moves.items()}
 
     def bind_reduction(self) -> None:
         self.reduce = self.reduction(self.staged())
@@ -159,18 +120,7 @@ class PutStep(BoundStep):
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         if self.peers:
             opened = yield from self.open(fingerprint)
-            self.push_all(x, opened.addresses)
-            later = None
-            if self.first_boxes is None:
-                own = partial(self.push, x, self.own, opened.address, self.own_nbytes) if self.own else None
-                yield from self.close(opened, fingerprint, own)
-            else:
-                yield Barrier(self.peer_ranks, fingerprint + 1, None)
-                later = self._push_later(x, opened, fingerprint)
-            if self.leaves_reduction:
-                return Unreduced([x, opened.receive_buffer], opened.out, later)
-            if later is not None:
-                yield from later
+            yield from self.push_all(x, opened, fingerprint)
             return self.finish(x, opened.receive_buffer, opened.out)
         if self.own:
             receive_buffer = self.new_receive_buffer()
@@ -193,26 +143,24 @@ class PutStep(BoundStep):
 
     def open(self, fingerprint: int) -> Run:
         """Wait until the receive buffers of the peers may be written. Returns `Opened`."""
-        return (yield from self.exchange_addresses(self.buffers(fingerprint), fingerprint))
-
-    def buffers(self, fingerprint: int) -> Opened:
-        """The buffers of one run, before `meet`."""
         receive_buffers = self.receive_buffers
         kept = receive_buffers.take(fingerprint) if receive_buffers else None
         if kept is not None:
             receive_buffer, address, addresses = kept[:3]
             return Opened(receive_buffer, address, addresses, True, self.output(receive_buffer))
         receive_buffer = self.new_receive_buffer()
-        address = self.transport.address(receive_buffer)
-        return Opened(receive_buffer, address, (), False, self.output(receive_buffer))
+        address, output = self.transport.address(receive_buffer), self.output(receive_buffer)
+        addresses = yield Barrier(self.peer_ranks, fingerprint, address)
+        return Opened(receive_buffer, address, addresses, False, output)
 
-    def exchange_addresses(self, opened: Opened, fingerprint: int) -> Run:
-        """Wait until the receive buffers of the peers may be written. Returns `Opened` with their addresses."""
-        if opened.kept:
-            return opened
-        return opened._replace(addresses=(yield Barrier(self.peer_ranks, fingerprint, opened.address)))
+    def push_all(self, x: torch.Tensor, opened: Opened, fingerprint: int) -> Run:
+        """Push to all peers, then copy what this rank keeps, and wait until the peers have pushed."""
+        for index, nbytes, copies in self.pushes:
+            self.push(x, copies, opened.addresses[index], nbytes)
+        own = partial(self.push, x, self.own, opened.address, self.own_nbytes) if self.own else None
+        yield from self._close(opened, fingerprint, own)
 
-    def close(self, opened: Opened, fingerprint: int, during_wait: Callable[[], None] | None = None) -> Run:
+    def _close(self, opened: Opened, fingerprint: int, during_wait: Callable[[], None] | None) -> Run:
         """Wait until the peers have pushed."""
         receive_buffers, block = self.receive_buffers, self.block
         next_buffer = next_address = None
@@ -229,12 +177,3 @@ class PutStep(BoundStep):
             elif opened.kept:
                 receive_buffers.let_go(block, self.largest)
         self.has_run = True
-
-    def push_all(self, x: torch.Tensor, addresses: Sequence[Address]) -> None:
-        for index, nbytes, copies in self.pushes:
-            self.push(x, copies, addresses[index], nbytes)
-
-    def _push_later(self, x: torch.Tensor, opened: Opened, fingerprint: int) -> Run:
-        for index, nbytes, copies in self.later_pushes:
-            self.push(x, copies, opened.addresses[index], nbytes)
-        yield from self.close(opened, fingerprint)

@@ -319,14 +319,6 @@ class DispatchConfig:
         """Rows of a chunk with splits="fixed", else None."""
         return None if self.chunk_capacity is None else int(self.chunk_capacity)
 
-    @property
-    def has_room_for_all(self) -> bool:
-        """Whether no pair with a valid id is ever dropped."""
-        pairs = self.ranks * self.most_pairs
-        on_one_rank = max(self.experts_per_rank)
-        fits = self.batched or self.rows >= pairs + on_one_rank * (self.align - 1)
-        return fits and (self.expert_capacity is None or self.expert_capacity >= pairs) and self.chunk_rows is None
-
     def is_active(self, rank: int) -> bool:
         return self.active_ranks is None or rank in self.active_ranks
 

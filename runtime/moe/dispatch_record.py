@@ -26,18 +26,18 @@ class Chunks(NamedTuple):
     """The chunks of one dispatch on a two-sided transport: their sizes, and the places of received rows."""
 
     sizes: torch.Tensor
-    """int64 [2 W + 2], on the host, as `chunk_sizes` returns them."""
+    """int64 [2 W + 1], on the host, as `chunk_sizes` returns them."""
     places: torch.Tensor
     """int64: the place in this rank's buffer of each received row, by source. Chunks of exact size: [rows], followed by
     the padding rows and zeros. Chunks of fixed size: [W * chunk_capacity], -1 for none."""
 
 
-def chunk_sizes(chunks: Chunks) -> tuple[list[int], list[int], int, int]:
-    """Return the rows sent to each destination, together those of TokenRows; the rows received from each source; the
-    padding rows of this rank's buffer; and a bound of the rows from any rank to another one, equal on all ranks."""
-    *sizes, padding, most = chunks.sizes.tolist()
+def chunk_sizes(chunks: Chunks) -> tuple[list[int], list[int], int]:
+    """Return the rows sent to each destination, together those of TokenRows; the rows received from each source; and
+    the padding rows of this rank's buffer."""
+    *sizes, padding = chunks.sizes.tolist()
     ranks = len(sizes) // 2
-    return sizes[:ranks], sizes[ranks:], padding, most
+    return sizes[:ranks], sizes[ranks:], padding
 
 
 class Forwards(NamedTuple):
@@ -147,7 +147,7 @@ def empty_record(
         host = torch.device("cpu")
         places = config.rows if config.chunk_rows is None else config.ranks * config.chunk_rows
         chunks = Chunks(
-            sizes=empty(2 * config.ranks + 2, dtype=torch.int64, device=host),
+            sizes=empty(2 * config.ranks + 1, dtype=torch.int64, device=host),
             places=empty(places, dtype=torch.int64),
         )
     if deduped:

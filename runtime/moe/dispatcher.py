@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, TransportError, UnsupportedError, shown
 from ...kernels import on_device
-from .. import flight_recorder
 from ..executor.call import binding, naming, refuse, refuse_among, refuse_unplanned
 from ..executor.dispatch_modes import below_modes, hidden_from_modes, is_fake
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end, start_in_background
+from ..flight_recorder import Details
 from ..statistics import stats
 from ..transports.choose_transport import TransportName, check_name
 from ..transports.hierarchical import HierarchicalTransport
@@ -36,7 +36,7 @@ from .overflow import LATEST
 from .pending import PendingTokens
 from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
-from .transfer.base import BACKGROUND, COMBINE, DISPATCH, OPERATIONS, Steps, TokenTransfer
+from .transfer.base import DISPATCH, OPERATIONS, Steps, TokenTransfer
 from .transfer.dedupe import DedupedTransfer, with_dedupe
 from .transfer.levels import pushed_inside, two_sided_transfer, windows_inside, with_levels, with_splits
 from .transfer.push import PushTransfer
@@ -201,16 +201,13 @@ class TokenDispatcher(TokenEngine):
             f"{config.hidden}, at most {config.max_tokens} tokens, {config.dtype}{''.join(rows)}"
         )
         self._descriptions = {operation: f"{text} of {description}" for operation, text in OPERATIONS.items()}
-        self._descriptions |= {o + BACKGROUND: f"{OPERATIONS[o]}_start of {description}" for o in (DISPATCH, COMBINE)}
+        self._details = Details(name, device)
         text = f"token dispatch, {config.num_experts} experts, hidden {config.hidden}"
         self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
         inside = pushed_inside(config, device, name), windows_inside(config.nodes, name)
         kind: type[TokenTransfer] = PushTransfer
         if not self._transport.one_sided:
-            backend = ""
-            if device.type == "cpu" and isinstance(self._transport, ProcessGroupTransport | HierarchicalTransport):
-                backend = self._transport.backend
-            kind = two_sided_transfer(config, *inside, backend)
+            kind = two_sided_transfer(config, *inside)
         if self._transport.one_sided and self._transport.windows is not None:
             kind = DedupedTransfer if config.dedupe else WindowTransfer
         self._order = order_on(device)
@@ -280,12 +277,8 @@ class TokenDispatcher(TokenEngine):
                 self._order.join(self)
             self._calls[transport.name] += 1
             self._kind.calls += 1
-            # Calls in one phase may exchange otherwise.
-            call = operation if self.transfers[0].collectives else operation + BACKGROUND
-            fingerprint = self.transfers[0].fingerprint + call
-            transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[call])
-            if flight_recorder.current is not None:
-                flight_recorder.current.describe(transport.name, self.transfers[0].device)
+            fingerprint = self.transfers[0].fingerprint + operation
+            transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[operation], self._details)
             if wants_ranges():
                 return [run_profiled(run, transport.answer, f"shardweave::{OPERATIONS[operation]}")]
             return [run_to_end(run, transport.answer)]
@@ -298,15 +291,11 @@ class TokenDispatcher(TokenEngine):
             return super().start(operation, runs, given)
         if self._side is not None:
             return self._side.start(given, partial(self.run, operation, runs))
-        inference, (transfer,) = torch.is_inference_mode_enabled(), self.transfers
+        inference = torch.is_inference_mode_enabled()
 
         def call() -> list[Any]:
-            transfer.collectives = False
-            try:
-                with torch.inference_mode(inference), torch.no_grad():  # a thread has modes of its own
-                    return self.run(operation, runs)
-            finally:
-                transfer.collectives = True
+            with torch.inference_mode(inference), torch.no_grad():  # a thread has modes of its own
+                return self.run(operation, runs)
 
         return start_in_background(transport, call).result
 

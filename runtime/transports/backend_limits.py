@@ -44,13 +44,8 @@ class CollectiveLimits:
     """The largest shard, in bytes, for which one collective replaces a message to each peer."""
 
     all_to_all: int
+    """Each receive buffer has room for so many bytes, whatever the request: gloo ends a process that gets more."""
     all_gather: float
-
-    def room(self, ranks: int) -> int:
-        """The bytes for which every receive buffer of an all-to-all among so many ranks has room, whatever the request:
-        gloo ends a process that gets more. Rows of tokens, which are packed in any case, may fill it; while the buffers
-        of a rank stay below 64 MiB, it is more than the largest shard."""
-        return max(self.all_to_all, min(4 * self.all_to_all, (64 << 20) // ranks))
 
 
 BACKENDS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from ...errors import ArgumentError
 from ...planner import MachineFigures
+from ..text_files import write_whole
 
 _logger = logging.getLogger(__name__)
 _VERSION = 1
@@ -82,15 +82,7 @@ def keep_calibration(kind: str, figures: Mapping[str, Any]) -> Path:
         machines = {}
     text = json.dumps({"version": _VERSION, "machines": {**machines, kind: dict(figures)}}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-    return path
+    return write_whole(path, f"{text}\n".encode())
 
 
 def _machines(path: Path) -> dict[str, dict[str, Any]]:

@@ -48,14 +48,6 @@ class Transfer(NamedTuple):
     writes what is sent."""
     before_send: Callable[[int], None] | None = None
     """Called with the index of each send before it starts: packs it."""
-    receives_are_bounds: bool = False
-    """Whether what is received may be shorter than the tensor for it, which it then begins. Only on gloo."""
-
-    def receives_only(self) -> Transfer:
-        return self._replace(sends=(), before_send=None, during_wait=None)
-
-    def sends_only(self) -> Transfer:
-        return self._replace(receives=())
 
 
 class StartTransfer(NamedTuple):

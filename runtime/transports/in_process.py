@@ -210,8 +210,7 @@ def _answered(rank: int, request: CommRequest, posted: dict[tuple[int, int], deq
         return None
     for peer, buffer in _receives(request):
         sent = received[peer].popleft()
-        is_bound = request.receives_are_bounds if isinstance(request, Transfer) else isinstance(request, AllToAll)
-        if is_bound:
+        if isinstance(request, AllToAll):
             buffer = buffer[: sent.numel()]
         if sent.shape != buffer.shape:
             raise DisagreementError(

@@ -28,7 +28,6 @@ from .comm_requests import (
     Transfer,
 )
 from .device_fingerprints import DeviceFingerprints
-from .gloo_event_loops import schedule_event_loops
 from .rendezvous.rendezvous import Rendezvous
 from .shared_memory.private_pool import pooled
 from .watchdog import Watchdog
@@ -137,14 +136,9 @@ class ProcessGroupTransport:
         used.
 
         These depend on the request only, not on what was bound before, so that peers select the same.
-
-        Raises:
-            ArgumentError: as for `schedule_event_loops`.
         """
         if (group_list := list(groups)) == self._group_list:
             return
-        if self.backend == "gloo":
-            schedule_event_loops()  # each process group has an event loop of its own
         self._group_list, self._groups = group_list, {}
         for group in group_list:
             watch(group)

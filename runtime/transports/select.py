@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -78,14 +78,19 @@ class Transports:
 
         earlier = None if first is None else first.rendezvous
         self.rendezvous: Rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone, earlier)
-        if first is None:
-            flight_recorder.start(self.rank, self.size, self.rendezvous.texts.bounded)
         self._shared_memory_transport: SharedMemoryTransport | None = None
         self._process_groups: dict[tuple[str, dist.ProcessGroup], ProcessGroupTransport] = {}
         self._symmetric_memory_transports: dict[str, SymmetricMemoryTransport] = {}
         self._hierarchical: dict[tuple[str, str, ProcessGroupTransport], AnyHierarchical] = {}
         self._obstacles: dict[str, str | None] = {}
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
+
+        def shared_memory() -> SharedMemoryTransport | None:
+            transports = this()
+            return None if transports is None else transports._shared_memory_transport
+
+        if first is None:
+            flight_recorder.start(self.rank, self.size, self.rendezvous.texts.bounded, shared_memory)
 
     @cached_property
     def machines(self) -> Machines:
@@ -186,9 +191,7 @@ class Transports:
         """
         requested = requested or requested_transport()
         check_name(requested)
-        recorder = flight_recorder.current
-        call = self.rendezvous.calls.next_call(ranks, "choosing a transport")
-        with nullcontext() if recorder is None else recorder.attempt(call):
+        with self.rendezvous.attempt(self.rendezvous.calls.next_call(ranks, "choosing a transport")):
             name, why = choose_transport(
                 requested, ranks, self.rank, self.machines.node_of, no_memory=why_no_memory(device, requested),
                 no_messages=self._find_obstacle(device.type), node_size=self._node_size,
@@ -286,8 +289,6 @@ class Transports:
             timeout = timeout_on("cpu", self.group)
             with self.rendezvous.starting():
                 self._shared_memory_transport = SharedMemoryTransport(self.rank, self.size, timeout, self.rendezvous)
-            if flight_recorder.current is not None:
-                flight_recorder.current.barriers = self._shared_memory_transport
         return self._shared_memory_transport
 
     def _symmetric_memory(self, device: torch.device) -> SymmetricMemoryTransport:

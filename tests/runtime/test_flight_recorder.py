@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
-from shardweave.errors import ArgumentError, MeetingTimeoutError, UnsupportedError
+from shardweave.errors import ArgumentError, DisagreementError, MeetingTimeoutError, UnsupportedError
 from shardweave.runtime import flight_recorder
 from shardweave.runtime.bounded_store import BoundedStore
 from shardweave.runtime.dtensor.install import is_installed
 from shardweave.runtime.environment import flight_record_folder, requested_flight_records
 from shardweave.runtime.executor.run import ExclusiveCall
-from shardweave.runtime.flight_recorder import FlightRecorder, dump_flight_records
+from shardweave.runtime.flight_recorder import Details, FlightRecorder, dump_flight_records
 from shardweave.runtime.transports.call_lock import CallLock
 from shardweave.runtime.transports.rendezvous.calls import CallRecord
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport, why_unsupported
@@ -52,6 +52,13 @@ def analysed(folder: Path, *arguments: str, caplog: pytest.LogCaptureFixture) ->
 
 def call_of(number: int, text: str = "S0 → R") -> CallRecord:
     return CallRecord((0, 1), number, 0, text)
+
+
+def refusal() -> DisagreementError:
+    """An error that all ranks raise alike, so that they need no files."""
+    error = DisagreementError("refused")
+    error.recoverable = True
+    return error
 
 
 @pytest.fixture
@@ -96,11 +103,12 @@ def test_folder_is_beside_the_files_of_torch(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.plan
 def test_only_the_last_calls_are_kept(recorders: Callable[..., FlightRecorder]) -> None:
     recorder = recorders(size=3)
+    details = Details("shared_memory", torch.device("cpu"), lambda: (8, 24))
     for number in range(1, 11):
-        recorder.begin(call_of(number))
-        recorder.describe("shared_memory", torch.device("cpu"), lambda: (8, 24))
-        recorder.end(RuntimeError() if number == 9 else None)
-    recorder.begin(call_of(11, "S0: R"))
+        call = call_of(number)
+        recorder.begin(call, details)
+        recorder.end(call, refusal() if number == 9 else None)
+    recorder.begin(call_of(11, "S0: R"), Details())
     entries = recorder.as_dict()["entries"]
     assert [entry["collective_seq_id"] for entry in entries] == [9, 10, 11]
     assert [entry["record_id"] for entry in entries] == [8, 9, 10]
@@ -116,83 +124,51 @@ def test_only_the_last_calls_are_kept(recorders: Callable[..., FlightRecorder]) 
 
 
 @pytest.mark.plan
-def test_attempts_are_recorded_only_if_they_fail(
-    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder, failures = recorders(), []
-    monkeypatch.setattr(recorder, "failed", lambda: failures.append(1))
+def test_attempts_are_recorded_only_if_they_fail(recorders: Callable[..., FlightRecorder]) -> None:
+    recorder = recorders()
     with recorder.attempt(call_of(1, "binding")):
-        recorder.begin(call_of(1, "prepare"))
+        recorder.begin(call_of(1, "prepare"), Details())
+    for given in (UnsupportedError, ValueError):  # the first one leaves the call to torch
+        with pytest.raises(given), recorder.attempt(call_of(1, "binding")):
+            raise given
     assert recorder.as_dict()["entries"] == []
-    recorder.begin(call_of(1))
-    recorder.end()
-    with pytest.raises(ValueError), recorder.attempt(call_of(2, "binding")):
-        raise ValueError
-    for refusal in (UnsupportedError, ArgumentError):  # the first one leaves the call to torch
-        with pytest.raises(refusal), recorder.attempt(call_of(2, "refused")):
-            recorder.begin(call_of(2, "prepare"))
-            raise refusal
-    assert not failures
-    with pytest.raises(MeetingTimeoutError), recorder.attempt(call_of(3, "binding")):
-        recorder.begin(call_of(3, "prepare"))
-        raise MeetingTimeoutError("late")
-    assert len(failures) == 1
+    call = call_of(1)
+    recorder.begin(call, Details())
+    recorder.end(call, None)
+    with pytest.raises(DisagreementError), recorder.attempt(call_of(2, "binding")):
+        raise refusal()
     found = [(e["record_id"], e["profiling_name"].split()[-1], e["state"]) for e in recorder.as_dict()["entries"]]
-    assert found == [(0, "R", "completed"), (1, "binding", "started"), (3, "prepare", "started")]
-
-
-@pytest.mark.plan
-def test_peers_see_only_the_call_that_a_rank_is_in(
-    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder, keys = recorders(), [0]
-    monkeypatch.setattr(recorder, "failed", lambda: None)
-    recorder.barriers = SimpleNamespace(enter_call=keys.append, late_peers=lambda: [])
-    with recorder.attempt(call_of(1, "binding")):
-        assert keys[-1]
-    assert keys[-1] == 0
-    recorder.begin(call_of(1))
-    inside = keys[-1]
-    with pytest.raises(UnsupportedError), recorder.attempt(call_of(2, "binding")):
-        assert keys[-1] not in (0, inside)
-        raise UnsupportedError
-    assert keys[-1] == inside != 0
-    recorder.suspend()
-    with recorder.attempt(call_of(2, "binding")):
-        pass
-    assert keys[-1] == inside
-    recorder.end()
-    with pytest.raises(MeetingTimeoutError), recorder.attempt(call_of(2, "binding")):
-        raise MeetingTimeoutError
-    assert keys[-1] not in (0, inside)
+    assert found == [(0, "R", "completed"), (1, "binding", "started")]
 
 
 @pytest.mark.plan
 def test_work_on_a_gpu_is_scheduled_until_its_event_is_done(
     recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder, done, capturing = recorders(), [False], [False]
-    stream: Any = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: done[0]))
+    recorder, done, capturing = recorders(), [False], [False]  # type: FlightRecorder, list[bool | None], list[bool]
+
+    def query() -> bool:
+        if done[0] is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return done[0]
+
+    stream: Any = SimpleNamespace(record_event=lambda: SimpleNamespace(query=query))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    for number, capturing[0] in ((1, False), (2, True), (3, False)):
-        recorder.begin(call_of(number))
-        recorder.describe("symmetric_memory", torch.device("cuda:0"))
-        recorder.end(stream=stream if number == 3 else None)
+    for number, capturing[0] in ((1, False), (2, True)):
+        call = call_of(number)
+        recorder.begin(call, Details("symmetric_memory", torch.device("cuda:0")))
+        recorder.end(call, None)
 
     def states() -> list[str]:
         return [entry["state"] for entry in recorder.as_dict()["entries"]]
 
-    assert states() == ["scheduled"] * 3
+    assert states() == ["scheduled"] * 2
     done[0] = True
-    assert states() == ["completed", "scheduled", "completed"]
-
-    def broken() -> bool:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    recorder._records[0].done = SimpleNamespace(query=broken)  # type: ignore[assignment]
-    assert states()[0] == "scheduled"
+    assert states() == ["completed", "scheduled"]
+    done[0] = None
+    assert states() == ["scheduled"] * 2
 
 
 @pytest.mark.plan
@@ -203,18 +179,19 @@ def test_file_of_a_rank_whose_peer_has_failed(
     store = dist.HashStore()
     store.set("flight records requested", "1 by an earlier process group")
     one, other = recorders(0, store=store), recorders(1, store=store)
-    other.begin(call_of(1))
+    call = call_of(1)
+    for recorder in (one, other):
+        recorder.begin(call, Details())
     time.sleep(2.5 * flight_recorder._POLL)
     assert not list(tmp_path.iterdir())  # the request of the earlier group is not theirs
-    one.failed()
+    one.end(call, MeetingTimeoutError())
     assert sorted(path.name for path in (tmp_path / "shardweave").iterdir()) == ["shardweave_0", "shardweave_1"]
     (entry,) = pickle.loads((tmp_path / "shardweave/shardweave_1").read_bytes())["entries"]
     assert entry["state"] == "started"
     for path in (tmp_path / "shardweave").iterdir():
         path.unlink()
-    one.failed()  # once
-    other.end(MeetingTimeoutError())
-    other.failed()  # because of the first failure, which its file shows
+    one.end(call, MeetingTimeoutError())  # once
+    other.end(call, MeetingTimeoutError())  # because of the first failure, which its file shows
     assert not list((tmp_path / "shardweave").iterdir())
 
 
@@ -225,13 +202,13 @@ def test_later_failure_is_written_by_all_ranks(
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
     store = dist.HashStore()
     one, other = recorders(0, store=store), recorders(1, store=store)
-    one.failed()
+    one.end(call_of(0), MeetingTimeoutError())
     for number in (1, 2):
+        call = call_of(number)
         for recorder in (one, other):
-            recorder.begin(call_of(number))
-        other.end(MeetingTimeoutError() if number == 2 else None)
-        one.end()
-    other.failed()
+            recorder.begin(call, Details())
+        one.end(call, None)
+        other.end(call, MeetingTimeoutError() if number == 2 else None)
     for rank, states in enumerate((["completed", "completed"], ["completed", "started"])):
         entries = pickle.loads((tmp_path / f"shardweave/shardweave_{rank}").read_bytes())["entries"]
         assert [entry["state"] for entry in entries] == states
@@ -269,7 +246,7 @@ def test_failure_while_the_store_is_cut_off(
     start = time.monotonic()
     recorder = recorders(store=store)
     time.sleep(0.2)  # its thread asks
-    recorder.failed()
+    recorder.end(call_of(1), MeetingTimeoutError())
     assert [path.name for path in (tmp_path / "shardweave").iterdir()] == ["shardweave_0"]
     assert recorder._thread.is_alive()  # the store may come back
     recorder.close()
@@ -291,18 +268,16 @@ def test_rank_that_ends_after_a_request_writes_its_file(
 
 
 @pytest.mark.plan
-def test_peers_are_notified_before_flight_records_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_notified_before_flight_records_are_written() -> None:
     events: list[str] = []
     transport: Any = SimpleNamespace(
         rank=0, busy=False, pending=None, error=None, fail=lambda error: events.append(f"notified: {error}"),
-        rendezvous=SimpleNamespace(lock=CallLock(0, 5.0, str)),
+        rendezvous=SimpleNamespace(lock=CallLock(0, 5.0, str), end=lambda error: events.append("written")),
     )  # fmt: skip
-    recorder = SimpleNamespace(end=lambda error: events.append("ended"), failed=lambda: events.append("written"))
-    monkeypatch.setattr(flight_recorder, "current", recorder)
     statistics: Any = SimpleNamespace(milliseconds=0.0)
     with pytest.raises(MeetingTimeoutError), ExclusiveCall(transport, statistics):
         raise MeetingTimeoutError("late")
-    assert events == ["ended", "notified: late", "written"]
+    assert events == ["notified: late", "written"]
 
 
 @pytest.mark.plan
@@ -321,9 +296,9 @@ def test_failures_to_write_are_logged_and_raised_on_request(
     assert path == tmp_path / "some/folder/shardweave_0" and pickle.loads(path.read_bytes())["entries"] == []
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "file" / "rank_"))
     monkeypatch.setattr(flight_recorder, "_PATIENCE", 0.0)
-    recorder.failed()
+    recorder.end(call_of(1), MeetingTimeoutError())
     assert "a call of rank 0 has failed: flight records cannot be written: NotADirectoryError" in caplog.text
-    recorder.begin(CallRecord((0, 1), 1, 0, lambda: 1 // 0))  # type: ignore[arg-type,return-value]
+    recorder.begin(CallRecord((0, 1), 1, 0, lambda: 1 // 0), Details())  # type: ignore[arg-type,return-value]
     with pytest.raises(ZeroDivisionError):
         dump_flight_records(path.parent)
     assert [each.name for each in path.parent.iterdir()] == ["shardweave_0"]  # as before, and complete

@@ -51,8 +51,6 @@ Take = Callable[[torch.Tensor], None]
 """Processes the receive buffer once rows have arrived, possibly in place."""
 # Operations, added to the dispatcher's fingerprint. The requests of an operation count up from there.
 DISPATCH, COMBINE, BACKWARD, PAIR_NUMBERS, UNDISPATCH = 0, 8, 16, 24, 32
-BACKGROUND = 128
-"""Added to the number of an operation in the background, in the call's fingerprint only."""
 OPERATIONS = {
     DISPATCH: "dispatch",
     COMBINE: "combine",
@@ -110,8 +108,6 @@ class TokenTransfer:
             it refuses its arguments.
         quantizes_rows: whether rows may be quantized as they are pushed. See `pushed_quantized`.
         peers: the other active ranks, starting with the one after this rank.
-        collectives: whether collectives of the process group may be used: not in the background, where they would be
-            in another order than those of the program, which tell them apart by their order.
     """
 
     in_chunks: ClassVar[bool] = False
@@ -170,7 +166,6 @@ class TokenTransfer:
     ) -> None:
         self.config, self.transport, self.ranks, self.me = config, transport, ranks, me
         self.device, self.fingerprint = device, fingerprint
-        self.collectives = True
         self._refuses = False
         self._unused_rows = fill_value(config.zero_rows)
         self.physical_experts = PhysicalExperts.divided(config.bounds, device)

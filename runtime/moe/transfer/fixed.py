@@ -68,7 +68,7 @@ class FixedTransfer(FittingRows, SendRecvTransfer):
         destination = torch.arange(ranks, device="cpu").repeat_interleave(sizes).to(self.device)
         self._chunk = destination * capacity  # int64 [S]: the first row of the destination's chunk
         self._in_chunk = torch.arange(capacity, device=self.device).expand(ranks, -1).contiguous()
-        self._sizes_of_all = torch.tensor([*[capacity] * (2 * ranks), 0, capacity], device="cpu")
+        self._sizes_of_all = torch.tensor([*[capacity] * (2 * ranks), 0], device="cpu")
         """`Chunks.sizes`."""
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
@@ -103,9 +103,9 @@ class FixedTransfer(FittingRows, SendRecvTransfer):
         operation, record, _, into, weights, take = delivery
         assert record.chunks is not None
         ranks, places = self.config.ranks, record.chunks.places
-        sends, receives, _, most = chunk_sizes(record.chunks)
+        sends, receives, _ = chunk_sizes(record.chunks)
         received = [self._empty((len(places), *x.shape[1:]), x.dtype) for x in packed]
-        yield from self._exchange(operation, packed, sends, received, receives, most)
+        yield from self._exchange(operation, packed, sends, received, receives)
         # Each received row is pushed as a token with one pair, whose destination is this rank.
         place = places.int()[:, None]
         rows = TokenRows(torch.where(place >= 0, self.me, ranks).int(), place)
@@ -121,14 +121,14 @@ class FixedTransfer(FittingRows, SendRecvTransfer):
         self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor]
     ) -> Steps[list[torch.Tensor]]:
         assert record.chunks is not None
-        sends, receives, _, most = chunk_sizes(record.chunks)
+        sends, receives, _ = chunk_sizes(record.chunks)
         rows = record.chunks.places.clamp(min=0)
         returned = [self._empty((sum(sends), *values.shape[1:]), values.dtype) for values in given]
         packed = [
             values.index_select(0, rows) if len(values) else values.new_zeros(len(rows), *values.shape[1:])
             for values in given
         ]
-        yield from self._exchange(operation, packed, receives, returned, sends, most)
+        yield from self._exchange(operation, packed, receives, returned, sends)
         return returned
 
 

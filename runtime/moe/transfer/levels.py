@@ -14,27 +14,23 @@ from ...transports.hierarchical import HierarchicalSymmetricMemoryTransport
 from ..config import DispatchConfig
 from .base import TokenTransfer
 from .fixed import FixedTransfer, sendrecv_transfer
-from .one_exchange import OneExchangeTransfer, goes_at_once
 from .sendrecv import SendRecvTransfer
 from .two_level_fixed import TwoLevelFixedTransfer
-from .two_level_push import TwoLevelPushTransfer, room_at_once
+from .two_level_push import TwoLevelPushTransfer
 from .two_level_sendrecv import TwoLevelSendRecvTransfer
 from .two_level_window import TwoLevelWindowTransfer
 
 SYMMETRIC = HierarchicalSymmetricMemoryTransport.name
 
 
-def two_sided_transfer(
-    config: DispatchConfig, pushed: bool, windows: bool = False, backend: str = ""
-) -> type[TokenTransfer]:
+def two_sided_transfer(config: DispatchConfig, pushed: bool, windows: bool = False) -> type[TokenTransfer]:
     """Return the transfer of two-sided transports.
 
     Args:
         pushed, windows: of `pushed_inside` and `windows_inside`.
-        backend: of the process group, if all ranks exchange CPU tensors by it.
     """
     if not config.two_level or config.nodes is None:
-        return OneExchangeTransfer if backend == "gloo" and goes_at_once(config) else sendrecv_transfer(config)
+        return sendrecv_transfer(config)
     if config.chunk_rows is not None:
         return TwoLevelWindowTransfer if windows else TwoLevelFixedTransfer
     return TwoLevelPushTransfer if pushed else TwoLevelSendRecvTransfer
@@ -73,12 +69,9 @@ def with_levels(
         pushed = pushed_inside(config, device, transport)
     else:
         pushed = windows_inside(config.nodes, transport)
-    one_at_once = device.type == "cpu" and goes_at_once(config)
-    two_at_once = pushed and room_at_once(config) > 0
     prices = price_levels(
-        config.nodes, config.max_tokens, config.top_k, config.row_nbytes, found, pushed, config.chunk_rows,
-        (one_at_once, two_at_once),
-    )  # fmt: skip
+        config.nodes, config.max_tokens, config.top_k, config.row_nbytes, found, pushed, config.chunk_rows
+    )
     why = (
         f"the cheaper on {found.name} by {found.origin}: {prices.two:.0f} us and {prices.two_bytes:,.0f} bytes into a "
         f"node for a dispatch and a combine on two, {prices.one:.0f} us and {prices.one_bytes:,.0f} on one, "
@@ -135,8 +128,7 @@ def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTran
         windows = windows_inside(transfer.config.nodes, getattr(transfer.transport, "name", ""))
         fixed = TwoLevelWindowTransfer if windows else TwoLevelFixedTransfer
         kinds = [TwoLevelSendRecvTransfer if transfer.fixed_size else fixed, *kinds]
-    same = SendRecvTransfer if isinstance(transfer, OneExchangeTransfer) else type(transfer)
-    return [transfer, *[kind for kind in kinds if kind is not same]]
+    return [transfer, *[kind for kind in kinds if kind is not type(transfer)]]
 
 
 def _number_of(nodes: Collection[Hashable]) -> str:

@@ -74,14 +74,14 @@ class SendRecvTransfer(TokenTransfer):
         ranks, ones = self.config.ranks, [1] * self.config.ranks
         sent = counted.counts.expand(ranks, -1).contiguous()
         received = self._empty(tuple(sent.shape), torch.int32)
-        yield from self._exchange(operation, [sent], ones, [received], ones, 1)
+        yield from self._exchange(operation, [sent], ones, [received], ones)
         return Shared(own, counted, received)
 
     def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
         groups = self._grouped(matrix, self.physical_experts)
         sizes, places, start = self._laid_out(matrix, groups)
         rows = locate_rows(counted.physical_expert, counted.place, groups._replace(start=start), self.physical_experts)
-        numbers, bad_ids = self._read(sizes).tensor_split((2 * self.config.ranks + 2,))
+        numbers, bad_ids = self._read(sizes).tensor_split((2 * self.config.ranks + 1,))
         self._check_refused(on_host(bad_ids))
         return DispatchRecord(weights, groups, rows, matrix, Chunks(numbers, places))
 
@@ -95,8 +95,7 @@ class SendRecvTransfer(TokenTransfer):
         ends = groups.limit.cumsum(0)
         sent = torch.nn.functional.pad(ends, (1, 0))
         received, padding, places = self._arrivals(matrix, groups)
-        pairs = torch.nn.functional.pad(matrix[:, :-1].cumsum(1), (1, 0))[:, self._bounds].diff()  # [W, W]
-        sizes = torch.cat((sent[self._bounds].diff(), received, padding, pairs.amax().view(1), matrix[:, -1]))
+        sizes = torch.cat((sent[self._bounds].diff(), received, padding, matrix[:, -1]))
         return sizes, places, sent[:-1].int()
 
     def _arrivals(
@@ -136,10 +135,10 @@ class SendRecvTransfer(TokenTransfer):
     def _bring(self, delivery: Delivery, packed: Sequence[torch.Tensor]) -> Steps[None]:
         """Exchange chunks, and store the received rows in their groups."""
         assert delivery.record.chunks is not None
-        sends, receives, padded, most = chunk_sizes(delivery.record.chunks)
+        sends, receives, padded = chunk_sizes(delivery.record.chunks)
         places, padding = delivery.record.chunks.places[: sum(receives) + padded].tensor_split([sum(receives)])
         received = [self._empty((len(places), *x.shape[1:]), x.dtype) for x in packed]
-        yield from self._exchange(delivery.operation, packed, sends, received, receives, most)
+        yield from self._exchange(delivery.operation, packed, sends, received, receives)
         for rows, buffer in zip(received, delivery.into, strict=True):
             buffer.index_copy_(0, places, rows)
             if padded:
@@ -176,13 +175,13 @@ class SendRecvTransfer(TokenTransfer):
     ) -> Steps[list[torch.Tensor]]:
         """Return the rows of `given` to those that sent them; return this rank's."""
         assert record.chunks is not None
-        sends, receives, _, most = chunk_sizes(record.chunks)
+        sends, receives, _ = chunk_sizes(record.chunks)
         returned = [self._empty((sum(sends), *values.shape[1:]), values.dtype) for values in given]
         places = record.chunks.places[: sum(receives)]
         packed = [self._empty((sum(receives), *values.shape[1:]), values.dtype) for values in given]
         for values, rows in zip(given, packed, strict=True):
             torch.index_select(values.detach(), 0, places, out=rows)
-        yield from self._exchange(operation, packed, receives, returned, sends, most)
+        yield from self._exchange(operation, packed, receives, returned, sends)
         return returned
 
     def _exchange(
@@ -192,13 +191,10 @@ class SendRecvTransfer(TokenTransfer):
         send_sizes: list[int],
         receives: Sequence[torch.Tensor],
         receive_sizes: list[int],
-        most: int,
     ) -> Steps[None]:
-        """Send contiguous rows of `sends` to each rank and receive rows from each; sizes count rows, `most` is their
-        bound on any rank."""
+        """Send contiguous rows of `sends` to each rank and receive rows from each; sizes count rows."""
         parts = [Rows(x, send_sizes, y, receive_sizes) for x, y in zip(sends, receives, strict=True)]
-        fingerprint, active = self.fingerprint + operation, self.config.active_ranks
-        yield from self._chunks.run(fingerprint, parts, most, active, self.collectives)
+        yield from self._chunks.run(self.fingerprint + operation, parts, self.config.active_ranks)
 
     def _read(self, sizes: torch.Tensor) -> torch.Tensor:
         """Return the sizes on the host; waits for them.

@@ -201,41 +201,21 @@ class TwoLevelTransfer(TokenTransfer):
             receives: as `Forwards.receives`.
             locate: returns the rows of the forwarded tokens, from their experts as `_locate_forwarded` takes them.
         """
-        forwards = self._without_rows(sent, receives)
+        # The rows of forwarded tokens are not known before they have arrived.
+        unknown = torch.empty((0, self.config.top_k), dtype=torch.int32, device=self.device)
+        forwards = Forwards(sent.sends, receives, sent.token, unknown, unknown, unknown)
         n, width = sum(_sizes_by_rank(forwards)[1]), sent.pairs.shape[1]
         pairs = torch.empty((n, width), dtype=torch.int32, device=self.device)
         delivery = Delivery(DISPATCH, record, tokens.x, into, tokens.weights)
         received = yield from self._cross(delivery, forwards, [(sent.pairs, pairs)])
-        return (yield from self._forward(delivery, forwards, pairs, received, locate))
-
-    def _forward(
-        self,
-        delivery: Delivery,
-        forwards: Forwards,
-        pairs: torch.Tensor,
-        received: torch.Tensor,
-        locate: Callable[[torch.Tensor], TokenRows],
-    ) -> Steps[DispatchRecord]:
-        """Push the tokens received in a new dispatch inside this node; return its record.
-
-        Args:
-            forwards: without the rows of forwarded tokens.
-            pairs: of these tokens, as `Sent.pairs`.
-            locate: as for `_send`.
-        """
         k = self.config.top_k
         weights = pairs[:, :k].contiguous().view(torch.float32)
         experts = pairs.view(torch.int16)[:, 2 * k : 3 * k].int().contiguous()
         forwarded = locate(experts)
         forwards = forwards._replace(key=forwarded.key, row=forwarded.row, weights=weights)
-        record = delivery.record._replace(forwards=forwards)
+        record = record._replace(forwards=forwards)
         yield from self._spread(delivery._replace(record=record), received)
         return record
-
-    def _without_rows(self, sent: Sent, receives: torch.Tensor) -> Forwards:
-        """Return what is known of forwarded tokens before they have arrived."""
-        unknown = torch.empty((0, self.config.top_k), dtype=torch.int32, device=self.device)
-        return Forwards(sent.sends, receives, sent.token, unknown, unknown, unknown)
 
     def _deliver(self, delivery: Delivery) -> Steps[None]:
         forwards, _ = _forwarded(delivery.record)
@@ -402,20 +382,12 @@ class TwoLevelTransfer(TokenTransfer):
         sends: Messages,
         receives: Messages,
         during_wait: Callable[[], None] | None = None,
-        are_bounds: bool = False,
     ) -> Steps[None]:
-        """Send contiguous tensors to ranks of other nodes, and receive into such.
-
-        Args:
-            are_bounds: what is received may be shorter than the tensor for it.
-        """
+        """Send contiguous tensors to ranks of other nodes, and receive into such."""
         outgoing, incoming = (
             tuple((self.ranks[r], flat_bytes(x)) for r, x in messages if x.numel()) for messages in (sends, receives)
         )
-        yield Transfer(
-            outgoing, incoming, self.fingerprint + operation, None, self._group, during_wait,
-            receives_are_bounds=are_bounds,
-        )  # fmt: skip
+        yield Transfer(outgoing, incoming, self.fingerprint + operation, None, self._group, during_wait)
 
 
 def _sizes_by_rank(forwards: Forwards) -> tuple[list[int], list[int]]:

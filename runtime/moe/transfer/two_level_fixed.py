@@ -38,7 +38,7 @@ class TwoLevelFixedTransfer(TokenPlaces, TwoLevelSendRecvTransfer, FixedTransfer
         each = (1 + len(self._sources)) * capacity
         for member in self._members:
             sends[member], receives[member] = each, (1 + len(ranks.sources(member))) * capacity
-        self._sizes_of_all = torch.tensor([*sends, *receives, 0, capacity], device="cpu")
+        self._sizes_of_all = torch.tensor([*sends, *receives, 0], device="cpu")
         chunk = [self._members.index(r) * each if r in self._members else 0 for r in self._rank_of_expert]
         with torch.inference_mode(False):
             first = torch.arange(1 + len(self._sources), device=self.device)[:, None] * capacity

@@ -1,15 +1,14 @@
 """TwoLevelPushTransfer: two levels among CPUs; inside a node rows are pushed straight to their group.
 
 A rank sends its counts to the ranks that forward its tokens, with the number of tokens that it will send; they write
-them to the matrices of their node. Few tokens, of which none can be dropped, travel in the same message
-(`room_at_once`). Others follow: if no row of any rank is dropped, the numbers are exact; otherwise tokens without a row
-are not sent, and the numbers are exchanged again. Inside a node all is as in `PushTransfer`, and a node of one rank has
-nothing to wait for.
+them to the matrices of their node. Tokens follow: if no row of any rank is dropped, the numbers are exact; otherwise
+tokens without a row are not sent, and the numbers are exchanged again. Inside a node all is as in `PushTransfer`, and a
+node of one rank has nothing to wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,18 +16,10 @@ import torch
 
 from ....kernels import Buffers, CountedPairs, CountShare, TokenRows, locate_rows
 from ...statistics import stats
-from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens
-from .base import DISPATCH, REFUSED, Delivery, Shared, Steps, copied, pair_words
-from .chunk_exchange import row_nbytes
-from .one_exchange import MOST_ROOM
+from .base import DISPATCH, REFUSED, Shared, Steps, copied
 from .push import PushTransfer
-from .two_level import COUNTS, LAST, NUMBERS, TOKENS, Sent, TwoLevelTransfer
-
-_ALIGNMENT = 16  # of messages, so that rows in them may have any dtype
-_MOST_AT_ONCE = 1 << 21
-"""Bytes of the largest message that a dispatch sends before it knows the counts of its peers. Of more, a wait that is
-saved is a small part, and own rows are pushed meanwhile."""
+from .two_level import COUNTS, LAST, NUMBERS, Sent, TwoLevelTransfer
 
 
 class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc] # a transport of both kinds
@@ -47,7 +38,6 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
             self._set_inside(self._members_as_destinations())
             self._source_index = torch.tensor(self._sources, dtype=torch.int64, device="cpu").to(self.device)
             """`_sources` as an index."""
-        self._room = room_at_once(self.config)
 
     def dispatch(
         self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
@@ -55,8 +45,6 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         if record is not None:
             return (yield from super().dispatch(tokens, outs, record))
         own = (self._rows_to_receive(), self._new_numbers())
-        if self._room:
-            return (yield from self._dispatch_at_once(tokens, own, outs))
         counted, matrix, numbers = yield from self._share_counts(tokens.ids)
         into = yield from self._offer(DISPATCH, *own)
         yield from self._end_if_refused(matrix)
@@ -116,12 +104,14 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         row_weights: torch.Tensor,
     ) -> Steps[tuple[DispatchRecord, Sent, torch.Tensor]]:
         """Return the record without `forwards`, what this rank sends, and the tokens from each source."""
-        record = self._record(counted, matrix, row_weights)
+        matrix = matrix.clone()  # peers write it again
+        groups = self._grouped(matrix, self.physical_experts)
         expert, place = counted.physical_expert, counted.place
-        at = expert.clamp(min=0).long()
-        kept = (expert >= 0) & (place < record.groups.limit[at])
+        on_node = groups._replace(limit=groups.limit * (self._node_of_expert == self._node))
+        record = DispatchRecord(row_weights, groups, locate_rows(expert, place, on_node, self._on_node), matrix)
+        kept = (expert >= 0) & (place < groups.limit[expert.clamp(min=0).long()])
         sent, sizes = self._sent(tokens, expert, kept)
-        if int(record.groups.overflow[0]):  # equal on all ranks
+        if int(groups.overflow[0]):  # equal on all ranks
             exact = [torch.tensor([size], dtype=torch.int64, device="cpu") for size in sizes]
             received = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in self._sources]
             yield from self._exchange_messages(
@@ -130,15 +120,6 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
             )  # fmt: skip
             numbers = [int(number) for number in received]
         return record, sent, self._by_rank(self._sources, numbers)
-
-    def _record(self, counted: CountedPairs, matrix: torch.Tensor, row_weights: torch.Tensor) -> DispatchRecord:
-        """Return the record without `forwards`; `matrix` is not kept."""
-        matrix = matrix.clone()
-        groups = self._grouped(matrix, self.physical_experts)
-        here = self._node_of_expert == self._node
-        on_node = groups._replace(limit=groups.limit * here)
-        rows = locate_rows(counted.physical_expert, counted.place, on_node, self._on_node)
-        return DispatchRecord(row_weights, groups, rows, matrix)
 
     def _sent(self, tokens: Tokens, expert: torch.Tensor, kept: torch.Tensor) -> tuple[Sent, list[int]]:
         """Return what this rank sends, and the number of tokens to each other node.
@@ -158,65 +139,6 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
         given = dict(zip(ranks, numbers, strict=True))
         return torch.tensor([given.get(r, 0) for r in range(self.config.ranks)], dtype=torch.int64, device="cpu")
 
-    def _dispatch_at_once(
-        self, tokens: Tokens, own: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None
-    ) -> Steps[tuple[torch.Tensor, DispatchRecord]]:
-        """A new dispatch whose tokens travel in the message with the counts, before the counts of peers are known."""
-        matrices = yield from self._open_matrices(DISPATCH)
-        counted = self._count(tokens.ids, CountShare(matrices, self.me))
-        expert = counted.physical_expert
-        sent, sizes = self._sent(tokens, expert, expert >= 0)
-        arrived = self._empty((len(self._sources), self._room), torch.uint8)
-        messages = list(zip(self._forwarders, self._packed(tokens.x, counted, sent, sizes), strict=True))
-        rooms = list(zip(self._sources, arrived, strict=True))
-        yield from self._exchange_messages(DISPATCH + TOKENS, messages, rooms, are_bounds=True)
-        counts, numbers, pairs, received = self._unpacked(arrived, tokens.x)
-        for matrix in matrices.tensors:
-            matrix.index_copy_(0, self._source_index, counts)
-        into = yield from self._offer(DISPATCH, *own)
-        yield from self._end_if_refused(matrices.tensors[self._at])
-        record = self._record(counted, matrices.tensors[self._at], (outs or own)[1])
-        self._fill_unused(record.groups, *(outs or own))
-        delivery = Delivery(DISPATCH, record, tokens.x, into, tokens.weights)
-        self._push(tokens.x, record.rows, delivery, tokens.weights, self.config.most_padding)
-        receives = self._by_rank(self._sources, numbers)
-        locate = partial(self._locate, receives=receives, record=record)
-        record = yield from self._forward(delivery, self._without_rows(sent, receives), pairs, received, locate)
-        return copied(own, outs, record.groups)[0], record
-
-    def _packed(
-        self, x: torch.Tensor, counted: CountedPairs, sent: Sent, sizes: Sequence[int]
-    ) -> Iterator[torch.Tensor]:
-        """Return a message, uint8 [bytes], to each forwarder: the counts, the number of tokens, the pairs, the rows."""
-        begin, head, row = 0, self.physical_experts.count + 1, row_nbytes(x)
-        for n in sizes:
-            tokens = slice(begin, begin + n)
-            at, rows_at = _offsets(self.config, n, x.itemsize)
-            message = self._empty((rows_at + n * row,), torch.uint8)
-            words = message[: rows_at // 4 * 4].view(torch.int32)
-            words[:head] = counted.counts
-            words[head] = n
-            words[at : at + n * sent.pairs.shape[1]] = sent.pairs[tokens].view(-1)
-            rows = message[rows_at:].view(x.dtype).view(n, *x.shape[1:])
-            torch.index_select(x, 0, sent.token[tokens], out=rows)
-            begin += n
-            yield message
-
-    def _unpacked(
-        self, messages: torch.Tensor, x: torch.Tensor
-    ) -> tuple[torch.Tensor, list[int], torch.Tensor, torch.Tensor]:
-        """Return what the messages of the sources have: counts, int32 [sources, S + 1]; numbers of tokens; their pairs;
-        and their rows, of the shape and dtype of those of `x`."""
-        head, width, row = self.physical_experts.count + 1, pair_words(self.config.top_k), row_nbytes(x)
-        heads = messages[:, : 4 * (head + 1)].contiguous().view(torch.int32)
-        numbers: list[int] = heads[:, head].tolist()
-        pairs, rows = [x.new_empty((0, width), dtype=torch.int32)], [x[:0]]
-        for message, n in zip(messages, numbers, strict=True):
-            at, rows_at = _offsets(self.config, n, x.itemsize)
-            pairs.append(message[4 * at :][: 4 * n * width].view(torch.int32).view(n, width))
-            rows.append(message[rows_at:][: n * row].view(x.dtype).view(n, *x.shape[1:]))
-        return heads[:, :head], numbers, _joined(pairs), _joined(rows)
-
     def _locate(self, experts: torch.Tensor, receives: torch.Tensor, record: DispatchRecord) -> TokenRows:
         """Return the rows on this node of the forwarded tokens; `experts`: int32 [F, K], physical, -1 for none."""
         counts, number = record.matrix[:, :-1], self.physical_experts.count
@@ -234,25 +156,3 @@ class TwoLevelPushTransfer(TwoLevelTransfer, PushTransfer):  # type: ignore[misc
 
     def _addressable(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
         return super()._addressable(values, record) if self.peers else values.contiguous()
-
-
-def room_at_once(config: DispatchConfig) -> int:
-    """Return the bytes of the largest message of a dispatch that sends tokens before it knows the counts of its peers;
-    0: tokens follow the counts, since some may be dropped, messages are large, or there are too many sources."""
-    room = _offsets(config, config.max_tokens, _ALIGNMENT)[1] + config.max_tokens * config.dispatched_nbytes
-    room = -(-room // _ALIGNMENT) * _ALIGNMENT
-    has_room = room <= _MOST_AT_ONCE and config.ranks * room <= MOST_ROOM
-    return room if config.has_room_for_all and has_room else 0
-
-
-def _offsets(config: DispatchConfig, tokens: int, itemsize: int) -> tuple[int, int]:
-    """Return where the pairs begin in a message with so many tokens, in 4-byte words, and where the rows begin, in
-    bytes; `itemsize`: of the rows' dtype."""
-    at = config.bounds[-1] + 2
-    end = 4 * (at + tokens * pair_words(config.top_k))
-    return at, -(-end // itemsize) * itemsize if tokens else end
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Join tensors, of which the first is empty; one alone is not copied."""
-    return parts[1] if len(parts) == 2 else torch.cat(parts)

@@ -115,7 +115,7 @@ class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
         """Send row r, int32, to each rank r of all nodes, and return what each sends to this one, alike."""
         ones, received = [1] * self.config.ranks, self._empty(tuple(sent.shape), torch.int32)
         rows, fingerprint = Rows(sent, ones, received, ones), self.fingerprint + DISPATCH + COUNTS
-        yield from self._chunks.run(fingerprint, [rows], 1, None, self.collectives)
+        yield from self._chunks.run(fingerprint, [rows])
         return received
 
     def _route(
@@ -134,9 +134,8 @@ class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
         rows = locate_rows(expert, place, start_of_own, self.physical_experts)
         tokens_to = torch.zeros_like(received).index_copy_(0, self._forwarder, by_node.sum(1))
         tokens_from = torch.zeros_like(received).index_copy_(0, self._brought[1:], numbers)
-        no_bound = padding.new_zeros(1)  # messages have no limit
-        numbers_of_all = torch.cat((sends, receives, padding, no_bound, tokens_to, tokens_from, matrix[:, -1]))
-        of_host = self._read(numbers_of_all).split((2 * c.ranks + 2, c.ranks, c.ranks, c.ranks))
+        numbers_of_all = torch.cat((sends, receives, padding, tokens_to, tokens_from, matrix[:, -1]))
+        of_host = self._read(numbers_of_all).split((2 * c.ranks + 1, c.ranks, c.ranks, c.ranks))
         sizes, host_sends, host_receives, bad_ids = of_host
         self._check_refused(on_host(bad_ids))
         chunks = Chunks(sizes, places)
@@ -179,11 +178,10 @@ class TwoLevelSendRecvTransfer(CountsOfAll, SendRecvTransfer):
         send_sizes: list[int],
         receives: Sequence[torch.Tensor],
         receive_sizes: list[int],
-        most: int,
     ) -> Steps[None]:
         """Exchange rows inside this node."""
         parts = [Rows(x, send_sizes, y, receive_sizes) for x, y in zip(sends, receives, strict=True)]
-        yield from self._chunks.run(self.fingerprint + operation, parts, most, self._members, False)
+        yield from self._chunks.run(self.fingerprint + operation, parts, self._members)
 
 
 def _total(sizes: torch.Tensor) -> int:

@@ -9,16 +9,17 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 
 import torch.distributed as dist
 
 from ....errors import DisagreementError, PeerError, TransportError
 from ... import flight_recorder
+from ...flight_recorder import Details
 from ..background_calls import BackgroundCalls
 from ..call_lock import CallLock
-from .calls import Calls, Ranks, key_of
+from .calls import CallRecord, Calls, Ranks, key_of
 from .failures import Failures
 from .long_wait import LongWait, long_wait
 from .peer_errors import PeerErrors
@@ -27,6 +28,7 @@ from .store_texts import StoreTexts, parsed
 
 _SESSION = str, {str: str}, {str: str}
 """What a rank writes when it first meets others: its nonce, the nonces that it has read, its settings."""
+_NO_DETAILS = Details()
 
 
 class Rendezvous:
@@ -75,8 +77,17 @@ class Rendezvous:
         """Makes calls on a thread of its own."""
         return BackgroundCalls(self.lock)
 
-    def begin(self, ranks: Ranks, fingerprint: int, description: str | Callable[[], str]) -> int:
-        """Begin the next call of `ranks`; before the first one, they agree on a session.
+    def begin(
+        self,
+        ranks: Ranks,
+        fingerprint: int,
+        description: str | Callable[[], str],
+        details: Details = _NO_DETAILS,
+    ) -> int:
+        """Begin the next call of `ranks`; before the first one, they agree on a session. `end` follows.
+
+        Args:
+            details: for the flight recorder.
 
         Returns:
             The fingerprint for the exchanges: the argument, changed after refusals (`Calls.refuse_within`).
@@ -87,19 +98,29 @@ class Rendezvous:
         sequence = self.calls.begin(ranks, fingerprint, description)
         call = self.calls.current
         if flight_recorder.current is not None:
-            flight_recorder.current.begin(call)
+            flight_recorder.current.begin(call, details)
         if sequence.session is None:
             self.session(ranks)
         return call.fingerprint
+
+    def end(self, error: BaseException | None = None, call: CallRecord | None = None) -> None:
+        """The host leaves a call, the current one by default. If it has failed, peers have been told before: this may
+        wait for their flight records."""
+        if flight_recorder.current is not None:
+            flight_recorder.current.end(self.calls.current if call is None else call, error)
+
+    def attempt(self, call: CallRecord) -> AbstractContextManager[None]:
+        """A context in which ranks may wait for each other before `call`. Flight records have it only if that fails."""
+        recorder = flight_recorder.current
+        return nullcontext() if recorder is None else recorder.attempt(call)
 
     @contextmanager
     def making_ready(self, ranks: Ranks, description: str | Callable[[], str]) -> Iterator[None]:
         """A context in which the next call of `ranks` is prepared, where ranks may wait for each other."""
         before = self.calls.current
         call = self.calls.current = self.calls.next_call(ranks, description)
-        recorder = flight_recorder.current
         try:
-            with nullcontext() if recorder is None else recorder.attempt(call):
+            with self.attempt(call):
                 yield
         finally:
             self.calls.current = before

@@ -17,9 +17,7 @@ from variants import crossed
 from shardweave.errors import ArgumentError, CapacityError
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer.levels import two_sided_transfer
-from shardweave.runtime.moe.transfer.one_exchange import OneExchangeTransfer
 from shardweave.runtime.statistics import stats
-from shardweave.runtime.transports import in_process
 from shardweave.runtime.transports.in_process import InProcessTransport
 
 
@@ -80,14 +78,10 @@ def check_two_sided(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: t
     collected = virtual_moe(d, tokens, matrices, weighted)
     ranks, device, fingerprint = tuple(range(d.config.ranks)), torch.device("cpu"), d.config.fingerprint(0)
     # Chunks of fixed size, with room for all rows of a rank, need no host read.
-    cases = [(None, "", 1), (d.config.max_tokens * d.config.top_k, "", 0)]
-    if len(ranks) > 1:
-        cases.append((None, "gloo", 1))
-    for chunk_capacity, backend, reads in cases:
+    for chunk_capacity, reads in ((None, 1), (d.config.max_tokens * d.config.top_k, 0)):
         other = copy.copy(d)
         other.config = dataclasses.replace(d.config, chunk_capacity=chunk_capacity)
-        transport, kind = InProcessTransport(False, backend), two_sided_transfer(other.config, False, backend=backend)
-        assert issubclass(kind, OneExchangeTransfer) == (backend == "gloo" and d.config.has_room_for_all)
+        transport, kind = InProcessTransport(False), two_sided_transfer(other.config, False)
         other.transfers = [kind(other.config, transport, ranks, r, device, fingerprint) for r in ranks]
         before = stats().host_reads["counts of a token dispatch"]
         for got, want in zip(virtual_moe(other, tokens, matrices, weighted)[:4], collected, strict=False):
@@ -557,30 +551,6 @@ def test_weights_that_need_gradients_of_a_dispatch_without_are_refused() -> None
     # A loss of the router may use them.
     sum(r.topk_weights.sum() for r in routed).backward()
     assert weights[0].grad.eq(2).all()
-
-
-@pytest.mark.parametrize("hidden", [8, 30_000])
-def test_dispatch_on_gloo_is_one_exchange(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An all-to-all, or messages where rows are large. One in which pairs may be dropped exchanges counts first."""
-    requests: Counter[int] = Counter()
-
-    def counted(rank, request, posted):
-        requests[rank] += 1
-        post(rank, request, posted)
-
-    post = in_process._post
-    monkeypatch.setattr(in_process, "_post", counted)
-    settings = {"num_experts": 6, "top_k": 2, "hidden": hidden, "max_tokens": 5, "dtype": torch.float32}
-    for more, most in ({}, 1), ({"expert_capacity": 3, "overflow": "drop"}, 2):
-        d = VirtualTokenDispatcher(3, **settings, **more)
-        transport = InProcessTransport(False, "gloo")
-        kind = two_sided_transfer(d.config, False, backend="gloo")
-        d.transfers = [kind(d.config, transport, (0, 1, 2), r, torch.device("cpu"), 0) for r in range(3)]
-        tokens = [tokens_of(r, 5, 2, 6, hidden, torch.float32, "zipf") for r in range(3)]
-        requests.clear()
-        with torch.no_grad():
-            d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
-        assert requests == dict.fromkeys(range(3), most)
 
 
 @pytest.mark.parametrize("one_sided", [True, False])

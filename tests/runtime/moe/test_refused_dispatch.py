@@ -15,13 +15,11 @@ from shardweave.runtime.moe.dispatcher import TokenDispatcher
 E, K, H, MOST = 6, 2, 8, 16
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "shared memory": (3, "shared_memory", {}),
-    "one exchange": (3, "process_group", {}),
     "exact sizes": (3, "process_group", {"capacity": 2 * MOST * K, "overflow": "drop"}),
-    "large rows": (2, "process_group", {"hidden": 20_000}),
     "fixed sizes": (3, "process_group", {"splits": "fixed"}),
     "one level": (4, "hierarchical", {"two_level": False}),
-    "two levels, at once": (4, "hierarchical", {"two_level": True}),
-    "two levels, counts first": (3, "hierarchical", {"two_level": True, "capacity": 200, "overflow": "drop"}),
+    "two levels": (4, "hierarchical", {"two_level": True}),
+    "two levels, dropping": (3, "hierarchical", {"two_level": True, "capacity": 200, "overflow": "drop"}),
     "two levels, exact sizes": (4, "process_group", {"two_level": True}),
     "two levels, fixed sizes": (4, "process_group", {"two_level": True, "splits": "fixed"}),
 }

@@ -23,12 +23,11 @@ from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.node_ranks import NodeRanks, numbered
 from shardweave.runtime.moe.report import inside_node, on_wire
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer import two_level_push
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer
 from shardweave.runtime.moe.transfer.levels import two_sided_transfer, windows_inside, with_levels, with_splits
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
 from shardweave.runtime.moe.transfer.two_level_fixed import TwoLevelFixedTransfer
-from shardweave.runtime.moe.transfer.two_level_push import TwoLevelPushTransfer, room_at_once
+from shardweave.runtime.moe.transfer.two_level_push import TwoLevelPushTransfer
 from shardweave.runtime.moe.transfer.two_level_sendrecv import TwoLevelSendRecvTransfer
 from shardweave.runtime.moe.transfer.two_level_window import TwoLevelWindowTransfer
 from shardweave.runtime.statistics import stats
@@ -38,7 +37,7 @@ from shardweave.runtime.transports.in_process import InProcessTransport
 
 CPU = torch.device("cpu")
 KINDS = {
-    "two levels": {"two_level": True}, "two levels, counts first": {"two_level": True},
+    "two levels": {"two_level": True},
     "two levels in chunks": {"two_level": True}, "one level": {"two_level": False},
     "fixed chunks": {"two_level": False, "splits": "fixed"},
     "two levels in fixed chunks": {"two_level": True, "splits": "fixed"},
@@ -55,15 +54,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InProcessTransport, "empty", empty)
 
 
-def virtual(
-    nodes: Sequence[int], in_chunks: bool = False, counts_first: bool = False, **settings: Any
-) -> VirtualTokenDispatcher:
-    """A dispatcher of ranks on nodes, on two levels of which ranks of a node exchange messages (`in_chunks`), or tokens
-    follow the counts as large ones do (`counts_first`)."""
+def virtual(nodes: Sequence[int], in_chunks: bool = False, **settings: Any) -> VirtualTokenDispatcher:
+    """A dispatcher of ranks on nodes. `in_chunks`: on two levels ranks of a node exchange messages."""
     choose = simulate.two_sided_transfer
     with pytest.MonkeyPatch.context() as patch:
-        if counts_first:
-            patch.setattr(two_level_push, "_MOST_AT_ONCE", 0)
         patch.setattr(simulate, "two_sided_transfer", lambda config, pushed: choose(config, pushed and not in_chunks))
         return VirtualTokenDispatcher(len(nodes), one_sided=False, nodes=nodes, **settings)
 
@@ -116,7 +110,7 @@ def check_case(
     experts, hidden, dtype = settings["num_experts"], settings["hidden"], settings["dtype"]
     matrices, found = matrices_of(experts, hidden, dtype), {}
     for kind, given in KINDS.items():
-        d = virtual(nodes, "in chunks" in kind, "counts first" in kind, **settings, **given)
+        d = virtual(nodes, "in chunks" in kind, **settings, **given)
         two_levels, fixed = given["two_level"] and len(set(nodes)) > 1, "splits" in given
         transfer: type = FixedTransfer if fixed else SendRecvTransfer
         if two_levels:
@@ -124,9 +118,6 @@ def check_case(
         if two_levels and fixed:
             transfer = TwoLevelFixedTransfer
         assert type(d.transfers[0]) is transfer
-        if transfer is TwoLevelPushTransfer:
-            drops = not d.config.has_room_for_all
-            assert (d.transfers[0]._room == 0) is (drops or "counts first" in kind)
         found[kind] = trained(d, tokens, matrices, weighted, add)
     want = found["two levels"]
     for kind, results in found.items():
@@ -351,9 +342,6 @@ def test_levels_are_chosen_by_price() -> None:
     assert topology is not None
     config, why = with_levels(config_of(), CPU, "hierarchical", lambda: topology)
     assert config.two_level and why.startswith("levels: two, the cheaper on 2 nodes of 2 ranks by cpu (assumed")
-    # Few bytes: on one level they travel with the counts too, and nothing waits inside nodes.
-    config, why = with_levels(config_of(max_tokens=1), CPU, "hierarchical", lambda: topology)
-    assert config.two_level is False and why.startswith("levels: one, the cheaper")
     # Many nodes, short rows and many experts of each token: ids and weights outweigh what two levels save.
     nodes = list(range(16))
     config, why = with_levels(
@@ -440,36 +428,6 @@ def test_price_of_fixed_sizes_counts_whole_messages() -> None:
 
 
 @pytest.mark.plan
-def test_price_counts_exchanges() -> None:
-    """Tokens that travel with the counts save one of three exchanges on two levels, and two of four on one."""
-    nodes, link = [0, 0, 1, 1], NVLINK_INFINIBAND.network
-    first, at_once = (
-        price_levels(nodes, 8, 4, 4096, NVLINK_INFINIBAND, at_once=both) for both in ((False, False), (True, True))
-    )
-    assert first.one - at_once.one == pytest.approx(2 * (link.latency_us + 2 * link.message_us))
-    assert first.two - at_once.two == pytest.approx(link.latency_us + link.message_us)
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize(
-    ("settings", "goes"),
-    [
-        ({}, True), ({"max_tokens": 0}, True), ({"max_tokens": 4096}, False), ({"capacity": 8}, False),
-        ({"ranks": 1024, "num_experts": 1024}, False), ({"expert_capacity": 4}, False), ({"splits": "fixed"}, False),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_tokens_go_with_the_counts_if_few_and_none_is_dropped(settings: dict[str, Any], goes: bool) -> None:
-    given = {"num_experts": 8, "top_k": 2, "hidden": 1024, "max_tokens": 64, "dtype": torch.float32, **settings}
-    ranks = given.pop("ranks", 4)
-    config = DispatchConfig(ranks, [2 * r // ranks for r in range(ranks)], two_level=True, **given)
-    room = room_at_once(config)
-    assert (room > 0) is goes
-    if goes:
-        assert room >= config.max_tokens * (4096 + 12) + 4 * 10 and room % 16 == 0
-
-
-@pytest.mark.plan
 def test_price_counts_bytes_of_busiest_node() -> None:
     """Half of the tokens' pairs, and 15 of 16 tokens, cross between two nodes of two ranks."""
     prices = price_levels([0, 0, 1, 1], 512, 4, 4096, NVLINK_INFINIBAND)
@@ -523,9 +481,6 @@ def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], s
     ):  # fmt: skip
         again = rounds_of(rank, transport, **more)
         assert again == bits, more
-    few = settings_of(5, 3, 8, 4, torch.bfloat16)
-    one_level = TokenDispatcher(**few, transport=transport, two_level=False).explain()
-    assert "in one message with its counts and weights" in one_level
     # By messages inside a node as well.
     many = settings_of(5, 3, 1024, 512, torch.bfloat16)
     assert "levels: two, the cheaper on" in TokenDispatcher(**many, transport="process_group").explain()

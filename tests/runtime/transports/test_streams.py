@@ -126,7 +126,9 @@ def test_async_run_finishes_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> No
         answer=None,
         error=None,
         rank=0,
-        rendezvous=SimpleNamespace(calls=SimpleNamespace(current=None), lock=CallLock(0, 5.0, str)),
+        rendezvous=SimpleNamespace(
+            calls=SimpleNamespace(current=None), lock=CallLock(0, 5.0, str), end=lambda error: None
+        ),
     )
     kind: Any = SimpleNamespace(milliseconds=0.0)
     output: Any = Output(cuda)
@@ -151,11 +153,17 @@ def test_captured_call_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     bound: Any = SimpleNamespace(
-        device=torch.device("cuda", 0), fingerprint=1, run=run, request=(), title=str, summary=lambda: ("what", 0, 0)
+        device=torch.device("cuda", 0),
+        fingerprint=1,
+        run=run,
+        request=(),
+        title=str,
+        summary=lambda: ("what", 0, 0),
+        traffic=None,
     )
     transport: Any = SimpleNamespace(
         name="shared_memory", pending=None, error=None, busy=False, fail=print, answer=None,
-        rendezvous=SimpleNamespace(begin=lambda *call: None, lock=CallLock(0, 5.0, str)),
+        rendezvous=SimpleNamespace(begin=lambda *call: None, end=lambda error: None, lock=CallLock(0, 5.0, str)),
     )  # fmt: skip
     call = Call(bound, transport, (0, 1))
     for cuda.capturing in (False, True):

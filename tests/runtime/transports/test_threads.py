@@ -76,7 +76,11 @@ def test_interrupt_leaves_no_lock_and_no_call_behind(kind: str) -> None:
     for place in range(100):
         lock, events, entered = CallLock(0, 5.0, lambda: "a call"), 0, False
         transport: Any = SimpleNamespace(
-            rendezvous=SimpleNamespace(lock=lock), busy=False, pending=None, error=None, fail=lambda error: None
+            rendezvous=SimpleNamespace(lock=lock, end=lambda error: None),
+            busy=False,
+            pending=None,
+            error=None,
+            fail=lambda error: None,
         )
         context: Any = lock if kind == "binding" else ExclusiveCall(transport, SimpleNamespace(milliseconds=0.0))
 
