@@ -8,6 +8,7 @@ from pathlib import Path
 from .parsing import need_rich
 
 PROGRAMS = (
+    "host_cost",
     "codegen.aot",
     "gpu.count_work",
     "gpu.targets",
