@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 import shardweave
-from shardweave.cli.commands import bench, calibrate, compare, demo, dispatch, doctor, plan, record, replay, report
+from shardweave.cli.commands import bench, calibrate, demo, dispatch, doctor, plan, record, replay
 from shardweave.cli.output_streams import lost_output, open_streams, spelled_in_ascii
 from shardweave.errors import ShardweaveError
 
@@ -22,8 +22,6 @@ _COMMANDS = {
     "record": record,
     "replay": replay,
     "bench": bench,
-    "compare": compare,
-    "report": report,
     "doctor": doctor,
 }
 

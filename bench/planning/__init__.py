@@ -1,1 +1,1 @@
-"""Plans without communication: their bytes, and their prices at scale."""
+"""Plans without communication: their bytes, and their CPU time at scale."""

@@ -7,7 +7,7 @@ ranks, one holds a GPU.
 
 from __future__ import annotations
 
-SUITES = ("redistribute", "kernels", "dispatch", "host", "plan")
+SUITES = ("redistribute", "kernels", "dispatch", "plan")
 # Not measured unless named: one compiles for minutes, the other needs namespaces, and takes long.
 ON_REQUEST = ("compiled", "hosts")
 SCALES = ("full", "quick", "dry")  # dry: every line runs, on tiny sizes, and no figure means anything

@@ -10,12 +10,10 @@ from .parsing import need_rich
 PROGRAMS = (
     "host_cost",
     "codegen.aot",
-    "gpu.count_work",
     "gpu.targets",
     "suites.moe",
     "planning.plans",
     "planning.scale",
-    "planning.projection",
     "workloads.record_workloads",
     "baselines.autoparallel_model",
     "baselines.torch_tests",
@@ -36,30 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help="redistribute, kernels, dispatch, host, plan (default: all of these), compiled, hosts",
+        help="redistribute, kernels, dispatch, plan (default: all of these), compiled, hosts",
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds; takes minutes")
     parser.add_argument("--match", default="", metavar="TEXT", help="only cases whose name contains TEXT")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="also write JSON and Markdown to DIR/<kind of machine>/"
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="compare with the committed results of this kind of machine",
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="also write what is printed to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     need_rich("bench")
     from ...bench.harness import run as suites
 
-    return suites.run(
-        arguments.suites,
-        "quick" if arguments.quick else "full",
-        arguments.match,
-        arguments.json,
-        arguments.out,
-        arguments.check,
-    )
+    return suites.run(arguments.suites, "quick" if arguments.quick else "full", arguments.match, arguments.out)

@@ -14,7 +14,7 @@ import pytest
 import shardweave
 from shardweave import Layout, Link, Topology
 from shardweave.__main__ import main
-from shardweave.bench.planning.projection import stock_received, stock_us
+from shardweave.bench.baselines.stock_plans import stock_received, stock_us
 from shardweave.bench.workloads.record_workloads import RECORDED, WORKLOADS
 from shardweave.bench.workloads.trace_cases import distinct
 from shardweave.cli import replay
@@ -41,7 +41,7 @@ def test_costs_of_every_recorded_trace(tmp_path: Path, name: str, capsys: pytest
     assert report["simulated"] and Topology.from_dict(report["topology"]) == shardweave.NVLINK_INFINIBAND
     assert sum(one["calls"] for one in found) == sum(cost.calls for cost in trace.redistributions.values())
     for one in found:
-        # The costs of bench.projection. The planner's search may miss the best plan by 5%.
+        # The planner's search may miss the best plan by 5%.
         mesh = Mesh(**one["mesh"])
         layouts = (Layout.parse(one[side], mesh.shape) for side in ("source", "target"))
         request = mesh, tuple(one["shape"]), one["dtype"], *layouts

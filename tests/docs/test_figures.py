@@ -106,18 +106,6 @@ def test_replay_figures_in_getting_started() -> None:
     assert figures == [(f"{theirs:.2f}", f"{ours:.2f}") for theirs, ours in each[:3]]
 
 
-def test_projection_figures() -> None:
-    rows = data("projection/projection.json")["rows"]
-    cheaper = [row for row in rows if row["stock_us"] is not None and row["stock_us"] < row["ours_us"]]
-    assert not cheaper, f"docs/benchmarking.md says that none is cheaper, but {cheaper}"
-    llama = [row["ours_us"] == row["stock_us"] for row in rows if row["workload"].startswith("llama")]
-    pattern = (
-        r"So they do in (\d+) of Llama's (\d+) rows; the other (\d+) .* In none of the ([\d,]+) rows are torch's steps"
-    )
-    want = [sum(llama), len(llama), len(llama) - sum(llama), len(rows)]
-    hold("docs/benchmarking.md", pattern, "projection/projection.json", want)
-
-
 def test_training_figures() -> None:
     (theirs,), (ours,) = (re.findall(rf" {side} +(\d+) ms", text("bench/results/training.md"))
                           for side in ("torch", "shardweave"))  # fmt: skip
