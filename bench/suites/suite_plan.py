@@ -1,7 +1,7 @@
 """Planning: the time of a plan that is not cached.
 
 Times are of single plans, each of another request, and a sample is one of them: the same request has the same place in
-every run. `bench/planning/plans.py` counts the bytes that plans move.
+every run. `bench/plans.py` counts the bytes that plans move.
 """
 
 from __future__ import annotations

@@ -12,15 +12,13 @@ PROGRAMS = (
     "codegen.aot",
     "gpu.targets",
     "suites.moe",
-    "planning.plans",
-    "planning.scale",
+    "plans",
     "workloads.record_workloads",
     "baselines.autoparallel_model",
     "baselines.torch_tests",
     "suites.training",
     "reliability.faults",
     "reliability.soak",
-    "reliability.numerics",
 )
 HELP = "benchmark shardweave against other implementations, with checked results"
 

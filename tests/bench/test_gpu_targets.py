@@ -37,7 +37,7 @@ SMALL = Shape(tokens=40, hidden=16, top_k=3, experts=8, ranks=4)
 def test_dry_run_measures_every_row(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardweave.bench.gpu.targets", "--dry", "--out", str(tmp_path)]
     ran = run_python(command, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=500)
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = [line for line in (tmp_path / "targets.md").read_text().splitlines() if line.startswith("- ")]
     # All that there is a target for; each was verified and timed, and no figure of it is shown.
     assert lines == [line for line in ran.stdout.splitlines() if line.startswith("- ")]
