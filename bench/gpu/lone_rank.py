@@ -77,7 +77,10 @@ class SeparateMemory(Mirror):
     """Memory of all ranks, apart from each other."""
 
     def join(self, own: torch.Tensor, handles: Mapping[int, str], *rest: Any) -> dict[int, torch.Tensor]:
-        return {rank: torch.zeros_like(own) if rank else own for rank in handles}
+        memory = {rank: torch.zeros_like(own) if rank else own for rank in handles}
+        for window in memory.values():
+            window.data_ptr()  # notes for checks of kernels' accesses that this is memory: halves are addressed in it
+        return memory
 
 
 class LoneTransport(MirrorTransport):

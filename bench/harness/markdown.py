@@ -60,7 +60,7 @@ def machine_lines(about: Mapping[str, Any]) -> list[str]:
 def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The heads, and the cells of each row, ours first in each case. Columns without any entry are left out."""
     heads = ["case", "contender", "median", "quartiles", "÷ ours", "bytes", "bound", "of link", "cores busy"]
-    heads += ["round trips", "of bare copy", "cache"]
+    heads += ["of bare copy", "cache"]
     body = []
     for case, group in groupby(rows, key=lambda row: row.case):
         ours, *_ = of_case = sorted(group, key=lambda row: not row.is_ours)
@@ -72,7 +72,7 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 case, row.contender, f"{figure(row.median)} {row.unit}", f"{figure(low)} to {figure(high)}",
                 f"{row.median / unit:.2f}" if unit else "",
                 *("" if count is None else f"{count:,}" for count in (row.bytes, row.bound_bytes)),
-                _share_of_link(row), _cores_busy(row), _round_trips(row),
+                _share_of_link(row), _cores_busy(row),
                 "" if row.share_of_ceiling is None else f"{row.share_of_ceiling:.0%}",
                 "" if cold is None else "cold" if cold else "warm",
             ])  # fmt: skip
@@ -91,15 +91,6 @@ def _share_of_link(row: Row) -> str:
 def _cores_busy(row: Row) -> str:
     share = row.detail.get("cores_busy", {}).get(row.contender)
     return "" if share is None else f"{share:.0%}"
-
-
-def _round_trips(row: Row) -> str:
-    """The median in round trips of the network, and of ours the steps of the plan that need one."""
-    milliseconds, steps = (row.detail.get(name) for name in ("round_trip_ms", "network_steps"))
-    if milliseconds is None:
-        return ""
-    trips = f"{row.median * UNITS[row.unit] * 1e3 / milliseconds:.2f}"
-    return f"{trips} for {steps}" if row.is_ours and steps is not None else trips
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
