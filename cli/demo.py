@@ -3,6 +3,7 @@ ranks of this machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -30,11 +31,24 @@ from ..bench.workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
 from ..errors import ArgumentError, shown
 from ..runtime.environment import pretended_node_size
 from ..runtime.transports.choose_transport import TransportName
+from .parsing import number_of
 
 MOST_RANKS = 64
 _MIN_RATIO, _MAX_COPIES = 3.0, 1.5  # of a case that is not too slow
 _SUFFIXES = ("_into_tensor", "_tensor", "_single", "_coalesced")
 Result = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", type=number_of("ranks"), default=4, help="the processes to start (default: %(default)s)"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    return run(arguments.ranks, arguments.only, arguments.json)
 
 
 def run(ranks: int, only: str, json_path: Path | None) -> int:

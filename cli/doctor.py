@@ -5,6 +5,7 @@ Each problem is reported with a fix.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -46,6 +47,14 @@ from .self_test import self_test
 
 MIN_SHM = 1 << 30  # bytes in /dev/shm, where named segments hold the outputs
 MIN_FILES = 1024  # open files: each segment of a peer takes a descriptor while it is opened
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    return run(arguments.json)
 
 
 @dataclass(frozen=True)
