@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -69,7 +70,7 @@ def rank_main(rank: int, folder: str) -> None:
     for kind, (source, target) in KINDS.items():
         local = torch.ones(SIDE // RANKS if isinstance(source, Shard) else SIDE, SIDE)
         x = DTensor.from_local(local, mesh, [source], run_check=False)
-        found[kind] = microseconds(lambda x=x, to=target: shardweave.redistribute(x, [to], transport="shared_memory"))
+        found[kind] = microseconds(partial(shardweave.redistribute, x, [target], transport="shared_memory"))
     dispatcher = shardweave.TokenDispatcher(
         mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=TOKENS, dtype=torch.float32,
         transport="shared_memory",

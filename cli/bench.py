@@ -17,7 +17,6 @@ PROGRAMS = (
     "host_cost",
     "codegen.aot",
     "gpu.targets",
-    "suites.moe",
     "plans",
     "workloads.record_workloads",
     "baselines.autoparallel_model",

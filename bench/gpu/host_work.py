@@ -31,6 +31,7 @@ from shardweave.kernels.window_boxes import WindowLaunch
 from shardweave.runtime.dtensor.local import run_redistribution
 from shardweave.runtime.dtensor.redistribute_options import RedistributeOptions
 from shardweave.runtime.transports import process_group
+from shardweave.runtime.transports.choose_transport import TransportName
 from shardweave.runtime.transports.process_group import GroupRanks, ProcessGroupTransport
 
 KINDS: dict[str, tuple[tuple[int, int], Placement, Placement]] = {
@@ -40,7 +41,7 @@ KINDS: dict[str, tuple[tuple[int, int], Placement, Placement]] = {
     "P → R": ((64, 64), Partial(), Replicate()),
     "S0 → R, uneven": ((63, 61), Shard(0), Replicate()),
 }
-TRANSPORTS = {"windows": "symmetric_memory", "messages": "process_group"}
+TRANSPORTS: dict[str, TransportName] = {"windows": "symmetric_memory", "messages": "process_group"}
 
 
 class _Done(dist.Work):

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 
 import rich.console
-from rich.columns import Columns
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 _PLAIN_WIDTH = 170
-_LEAST_WIDTH = 150  # columns, of a table; with fewer its texts would be folded to a few characters
+_LEAST_WIDTH = 150  # columns; with fewer, texts would be folded to a few characters
 
 
 class Console(rich.console.Console):
@@ -28,31 +27,13 @@ def console_of_tables(plain_width: int = _PLAIN_WIDTH) -> Console:
 def print_rows(
     console: Console, title: str | None, texts: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
-    """Print a table, or a block of lines for each row where the console has less than 150 columns.
+    """Print a table, of 150 columns or more: on a narrower terminal its lines wrap.
 
     Args:
         title, rows: with rich's markup.
         texts: the names of the first columns, which are folded.
         figures: the names of the other columns.
     """
-    if console.width >= _LEAST_WIDTH:
-        console.print(_table(title, texts, figures, rows))
-        return
-    if title is not None:
-        console.print(f"[italic]{title}[/italic]\n")
-    names = [name.replace("\n", " ") for name in figures]
-    for row in rows:
-        block = Table.grid(padding=(0, 2, 0, 0))
-        block.add_column(no_wrap=True)
-        block.add_column(overflow="fold")
-        for text, cell in zip(texts, row, strict=False):
-            block.add_row(f"[bold]{text}[/bold]", cell)
-        console.print(block)
-        cells = row[len(texts) :]
-        console.print(Columns([f"{name} {cell}" for name, cell in zip(names, cells, strict=True)], padding=(0, 3)), "")
-
-
-def _table(title: str | None, texts: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     view = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
     for name in texts:
         view.add_column(name, overflow="fold")
@@ -60,7 +41,7 @@ def _table(title: str | None, texts: Sequence[str], figures: Sequence[str], rows
         view.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         view.add_row(*row)
-    return view
+    console.print(view, width=max(console.width, _LEAST_WIDTH), crop=False)
 
 
 def progress_on(console: Console) -> Progress:
