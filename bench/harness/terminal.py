@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -19,15 +20,22 @@ class Console(rich.console.Console):
         raise
 
 
-def console_of_tables(plain_width: int = _PLAIN_WIDTH) -> Console:
-    """A console on stdout, as wide as the terminal; `plain_width`: columns of a file or a pipe."""
-    return Console(width=None if sys.stdout.isatty() else plain_width, highlight=False)
+def console_of_tables(plain_width: int = _PLAIN_WIDTH, least_width: int = _LEAST_WIDTH) -> Console:
+    """A console on stdout.
+
+    Args:
+        plain_width: columns of a file or a pipe.
+        least_width: columns on a terminal, which wraps lines if it has fewer.
+    """
+    is_terminal = sys.stdout.isatty()
+    width = max(shutil.get_terminal_size().columns, least_width) if is_terminal else plain_width
+    return Console(width=width, highlight=False)
 
 
 def print_rows(
     console: Console, title: str | None, texts: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
-    """Print a table, of 150 columns or more: on a narrower terminal its lines wrap.
+    """Print a table.
 
     Args:
         title, rows: with rich's markup.
@@ -41,7 +49,7 @@ def print_rows(
         view.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         view.add_row(*row)
-    console.print(view, width=max(console.width, _LEAST_WIDTH), crop=False)
+    console.print(view)
 
 
 def progress_on(console: Console) -> Progress:
