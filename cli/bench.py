@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help="redistribute, kernels, dispatch, plan (default: all of these), compiled, hosts",
+        help="redistribute, dispatch, plan (default: all of these), compiled, hosts",
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds; takes minutes")
     parser.add_argument("--match", default="", metavar="TEXT", help="only cases whose name contains TEXT")

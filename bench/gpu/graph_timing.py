@@ -1,4 +1,4 @@
-"""The time of calls: on a GPU in CUDA graphs, without the host; on a CPU by the host's clock.
+"""The time of calls: on a GPU in CUDA graphs, without the host; in a dry run by the host's clock.
 
 Each function takes calls that do the same on buffers of their own, and returns one that runs a round of them and
 returns the seconds of one call.
@@ -6,7 +6,6 @@ returns the seconds of one call.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
@@ -54,21 +53,16 @@ def in_graph(calls: Sequence[Call]) -> Round:
     return lambda: replay() / (repeats * len(calls))
 
 
-def by_the_clock(calls: Sequence[Call], least_seconds: float) -> Round:
-    """Time calls by the host's clock; a round takes at least so long, or is one of each call."""
+def by_the_clock(calls: Sequence[Call]) -> Round:
+    """Time one of each call by the host's clock."""
 
-    def run(repeats: int) -> float:
+    def run() -> float:
         began = perf_counter()
-        for _ in range(repeats):
-            for call in calls:
-                call()
-        return (perf_counter() - began) / repeats
+        for call in calls:
+            call()
+        return (perf_counter() - began) / len(calls)
 
-    repeats = 1
-    if least_seconds:
-        run(1)  # a first call touches fresh pages
-        repeats = max(1, math.ceil(least_seconds / max(run(1), 1e-7)))
-    return lambda: run(repeats) / len(calls)
+    return run
 
 
 def kernel_seconds(call: Call) -> float:

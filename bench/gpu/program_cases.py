@@ -58,7 +58,7 @@ def pack_and_unpack(measuring: Measuring, shape: tuple[int, int], case: str) -> 
             "ours": lambda: (_around(step, source()), lambda: True),
             "torch": lambda: (_stock(mesh, shape, source()), lambda: True),
         }
-        measuring.time(case, sides, moved, measuring.sets(moved, 2 * moved))
+        measuring.time(case, sides, moved, measuring.sets(moved))
     finally:
         dist.destroy_process_group()
 

@@ -4,7 +4,6 @@
 with the median of every contender, and appends it to `targets.md`. A line that leaves CUDA unusable ends the process;
 with `--go-on` another one measures what follows. The exit status is 1 if a line has no figure of ours, unless the
 device does not support what it measures.
-The suite `python -m shardweave bench kernels` measures the same kernels without targets, on CPUs too.
 The ceiling of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over
 buffers that rotate past the L2 cache. Every result is checked before it is timed. With `--dry` every line runs without
 a GPU, on tiny shapes, and no figure means anything.
@@ -32,7 +31,7 @@ from shardweave.bench.gpu.kernel_cases import Case, Made, cases
 from shardweave.bench.gpu.measuring import COPY, Measuring
 from shardweave.bench.gpu.outcomes import LOST, cuda_is_lost
 from shardweave.bench.gpu.program_cases import direct_push, pack_and_unpack, whole_program
-from shardweave.bench.gpu.token_cases import BESIDE_SMS, DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, Shape, VirtualRank
+from shardweave.bench.gpu.token_cases import BESIDE_SMS, DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
 from shardweave.bench.harness.machine import provenance
 from shardweave.bench.harness.markdown import figure, provenance_lines
 from shardweave.bench.harness.measure import Sink, why_absent
@@ -171,7 +170,7 @@ def targets(measuring: Measuring) -> Iterator[Target]:
         f"count_pairs, {large}", "µs", 30.0, False,
         lambda case: measuring.latency(case, rank().routed, FEW_SETS),
     )  # fmt: skip
-    sets = measuring.sets(2 * few.moved, 2 * few.buffers)
+    sets = measuring.sets(2 * few.moved)
     yield Target(
         f"decode: route + push + combine, {few}", "µs", 60.0, False,
         lambda case: measuring.latency(case, VirtualRank(few, device).both, sets),
@@ -187,13 +186,13 @@ def targets(measuring: Measuring) -> Iterator[Target]:
     )  # fmt: skip
     yield Target(
         f"quantize_rows, {large}", "µs", 40.0, False,
-        lambda case: measuring.latency(case, rank().quantized, measuring.sets(large.quantized, 2 * large.quantized)),
+        lambda case: measuring.latency(case, rank().quantized, measuring.sets(large.quantized)),
     )  # fmt: skip
     for name, packed, moved in (
         ("push_rows of fp8_128 rows", lambda: rank().push_quantized(), large.moved_quantized),
         ("combine_rows of mxfp8 rows", lambda: rank().combine_quantized(), large.returned_quantized),
     ):
-        yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(quantized_rows, measuring, packed, moved, large))
+        yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(quantized_rows, measuring, packed, moved))
     yield Target(
         f"dispatch + combine on {BESIDE_SMS} SMs beside a matmul: one after the other on all SMs ÷ ours, {large}",
         "×", 1.1, True, partial(two_phases, measuring, rank, 64 if dry else 8192),
@@ -210,7 +209,7 @@ def targets(measuring: Measuring) -> Iterator[Target]:
 
 
 def boxes(measuring: Measuring, box: Case, _: str) -> None:
-    measuring.boxes(box, beside_reference=False)
+    measuring.boxes(box)
 
 
 def beside_others(
@@ -223,8 +222,8 @@ def beside_others(
     measuring.tokens(case, make, rank().shape, rivals(rank(), measuring.dry), ceiling=False)
 
 
-def quantized_rows(measuring: Measuring, make: Callable[[], Made], moved: int, shape: Shape, case: str) -> None:
-    measuring.time(case, {"ours": make}, moved, measuring.sets(moved, shape.buffers + 3 * moved), copied=moved)
+def quantized_rows(measuring: Measuring, make: Callable[[], Made], moved: int, case: str) -> None:
+    measuring.time(case, {"ours": make}, moved, measuring.sets(moved), copied=moved)
 
 
 def two_phases(measuring: Measuring, rank: Callable[[], VirtualRank], side: int, case: str) -> None:
@@ -286,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "targets.md"
     known = file.read_text(encoding="utf-8") if arguments.go_on and file.exists() else ""
-    measuring = Measuring(Sink(SUITE, Results().put), device, True, 1 if arguments.dry else 9, dry=arguments.dry)
+    measuring = Measuring(Sink(SUITE, Results().put), device, 1 if arguments.dry else 9, dry=arguments.dry)
     failed = False
     with file.open("a" if known else "w", encoding="utf-8") as page:
         if known:

@@ -58,7 +58,7 @@ def here(name: str, cases: list[str], scale: str = "dry") -> Results:
 )
 def test_every_case_of_a_suite_is_measured(name: str) -> None:
     cases = suite(name).cases("dry")
-    in_process = name in ("kernels", "plan")
+    in_process = name == "plan"
     results = here(name, list(cases)) if in_process else measuring.measure({name: list(cases)}, "dry")
     assert not results.faults
     assert keys(results) == {(case, contender) for case, contenders in cases.items() for contender in contenders}
@@ -131,7 +131,7 @@ def test_bench_prints_writes_and_fails(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("bench everything", "suite: 'everything'; allowed: redistribute, kernels"),
+        ("bench everything", "suite: 'everything'; allowed: redistribute, dispatch"),
         ("bench plan --match nonsense", "--match: 'nonsense' is in no case's name"),
         ("bench plan --out /no/where.md", "--out: '/no/where.md' cannot be written"),
     ],
