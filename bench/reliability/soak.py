@@ -60,12 +60,15 @@ def measures() -> dict[str, float]:
 
 def lower_limits() -> None:
     """Make caches smaller, so that they are full early in the run, and drop entries from then on: what grows after that
-    has no limit."""
+    has no limit. They begin empty: the process that this one was forked from may have used them."""
     smaller: dict[int, Any] = {}
     modules = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("shardweave.")]
     for names in modules:
         for name, value in list(names.items()):
-            if isinstance(value, functools._lru_cache_wrapper) and (limit := value.cache_parameters()["maxsize"]):
+            if not isinstance(value, functools._lru_cache_wrapper):
+                continue
+            value.cache_clear()
+            if limit := value.cache_parameters()["maxsize"]:
                 if id(value) not in smaller:
                     smaller[id(value)] = functools.lru_cache(max(limit // _SMALLER, 16))(value.__wrapped__)
                 names[name] = smaller[id(value)]
