@@ -34,7 +34,6 @@ from ..runtime.transports.choose_transport import TransportName
 from .parsing import number_of
 
 MOST_RANKS = 64
-_MIN_RATIO, _MAX_COPIES = 3.0, 1.5  # of a case that is not too slow
 _SUFFIXES = ("_into_tensor", "_tensor", "_single", "_coalesced")
 Result = dict[str, Any]
 
@@ -194,13 +193,8 @@ def result_of(by_rank: list[dict[str, Any]]) -> Result:
     }
 
 
-def _slow(one: Result) -> bool:
-    """Whether a counted case is under the least ratio although a plain copy of its bytes is much faster."""
-    return one["counted"] and one["ratio"] < _MIN_RATIO and one["shardweave_ms"] > _MAX_COPIES * one["copy_ms"]
-
-
 def summary(results: list[Result]) -> dict[str, Any]:
-    """The median and least ratio of the counted cases, and the cases that are too slow."""
+    """The median and least ratio of the counted cases."""
     counted = [one for one in results if one["counted"]]
     least = min(counted, key=lambda one: one["ratio"], default=None)
     return {
@@ -208,7 +202,6 @@ def summary(results: list[Result]) -> dict[str, Any]:
         "min_ratio": least and least["ratio"],
         "min_case": least and least["name"],
         "counted": len(counted),
-        "slow": [one["name"] for one in results if _slow(one)],
     }
 
 
@@ -217,11 +210,10 @@ def summary_line(results: list[Result]) -> str:
     if not counts["counted"]:
         return "nothing has to move between these ranks, so no case is counted"
     cases = "case" if counts["counted"] == 1 else "cases"
-    line = f"{counts['counted']} counted {cases}: median ratio {counts['median_ratio']:.1f}, "
-    line += f"least {counts['min_ratio']:.1f} ({counts['min_case']})"
-    if counts["slow"]:
-        line += f"; under {_MIN_RATIO:g} and over {_MAX_COPIES:g} copies: {', '.join(counts['slow'])}"
-    return line
+    return (
+        f"{counts['counted']} counted {cases}: median ratio {counts['median_ratio']:.1f}, least "
+        f"{counts['min_ratio']:.1f} ({counts['min_case']})"
+    )
 
 
 def _heading(ranks: int) -> str:
