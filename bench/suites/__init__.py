@@ -1,8 +1,8 @@
 """What `python -m shardweave bench` measures, one file a suite; `pytest bench/` collects the same files.
 
 A suite lists its cases, with the contenders of each, for one of the scales, and puts the results of those that are
-selected into a sink. It runs in a process of its own (`bench/harness/measure.py`): some
-fork ranks, which a process with threads may not.
+selected into a sink. It runs in a process of its own (`bench/harness/measure.py`): some fork ranks, which a process
+with threads may not.
 """
 
 from __future__ import annotations
