@@ -24,9 +24,9 @@ endif
 demo: $(READY)
 	"$(BIN)/python" -m shardweave demo $(ARGS)
 
-# The suites, quickly, against what is committed of the same kind of machine; says so where nothing is.
+# The suites, quickly; prints tables. `pytest bench/ --scale quick --benchmark-json FILE` keeps the rounds to compare.
 bench: $(READY)
-	"$(BIN)/python" -m shardweave bench --quick --check $(ARGS)
+	"$(BIN)/python" -m shardweave bench --quick $(ARGS)
 
 # Files of tests are shared out to so many processes; most tests start processes of their own as well, and some wait.
 # They come in the order of conftest.py: what takes long first.
@@ -118,8 +118,8 @@ docs-site: $(READY)
 	trees=$$(mktemp -d) && trap 'rm -rf "$$trees"' EXIT && $(SPHINX) --doctree-dir "$$trees" . site
 
 # For a machine with a GPU and no network: the python on PATH has torch, triton, numpy and pytest; nothing is installed.
-# Tests and measurements in sections, 8 minutes at most; a report and what the next run needs are in $OUT, or in
-# .gpu. `make gpu ARGS=--dry` needs no GPU. docs/gpu.md has the rest.
+# Tests and measurements in sections, 8 minutes at most; the report is in $OUT, or in .gpu. `make gpu ARGS=--dry`
+# needs no GPU. docs/gpu.md has the rest.
 gpu:
 	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
 	PYTHONPATH="$$links" $(PYTHON) -m shardweave.bench.gpu.run_sections --out "$${OUT:-.gpu}" $(ARGS)

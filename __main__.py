@@ -1,4 +1,4 @@
-"""The command line: `python -m shardweave COMMAND`. `cli.commands` declares the arguments of each command."""
+"""The command line: `python -m shardweave COMMAND`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import argparse
 import platform
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import NoReturn
 
 import shardweave
-from shardweave.cli.commands import bench, calibrate, compare, demo, dispatch, doctor, plan, record, replay, report
 from shardweave.cli.output_streams import lost_output, open_streams, spelled_in_ascii
-from shardweave.errors import ShardweaveError
+from shardweave.errors import ShardweaveError, UnsupportedError
 
 _COMMANDS = {
-    "plan": plan,
-    "dispatch": dispatch,
-    "demo": demo,
-    "calibrate": calibrate,
-    "record": record,
-    "replay": replay,
-    "bench": bench,
-    "compare": compare,
-    "report": report,
-    "doctor": doctor,
+    "plan": "print the steps, bytes and cost of a redistribution",
+    "dispatch": "print the memory and the bytes on the wire of a token dispatcher",
+    "demo": "compare shardweave with stock DTensor on redistributions of real models, on this machine",
+    "calibrate": "measure the links between ranks of torchrun, or local ones; prints JSON for plan --topology",
+    "record": "run a script or module and record the redistributions of its DTensors",
+    "replay": "run the redistributions of a trace on torch and on shardweave, and time both",
+    "bench": "benchmark shardweave against other implementations, with checked results",
+    "doctor": "check software, settings and transports of this machine; report problems and fixes",
 }
-
-
+"""What each command does; its module in `cli` has the arguments and the work."""
+_WITH_RICH = ("demo", "calibrate", "replay", "doctor")
 _MAX_ERROR = 1000  # characters
 _DEPENDENCIES = ("torch", "triton", "numpy")
 
@@ -50,7 +49,12 @@ def _versions() -> str:
     return ", ".join([*versions, f"Python {platform.python_version()}"])
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str | None = None) -> argparse.ArgumentParser:
+    """With the arguments of one command: only its module is imported.
+
+    Raises:
+        UnsupportedError: it needs rich, which is not installed.
+    """
     parser = _Parser(
         prog="shardweave", description="Plan, measure and compare redistributions of tensors over device meshes."
     )
@@ -58,9 +62,12 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=_versions(), help="print the versions of shardweave and its dependencies"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, command in _COMMANDS.items():
-        description = f"{command.HELP[0].upper()}{command.HELP[1:]}."
-        command.add_arguments(commands.add_parser(name, help=command.HELP, description=description))
+    for name, text in _COMMANDS.items():
+        added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if name == command:
+            if name in _WITH_RICH and find_spec("rich") is None:
+                raise UnsupportedError(f"{name} needs rich: pip install 'shardweave[cli]'")
+            import_module(f"shardweave.cli.{name}").add_arguments(added)
     return parser
 
 
@@ -75,11 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     without_output = open_streams()
     try:
         with spelled_in_ascii():
+            given = list(sys.argv[1:] if argv is None else argv)
             try:
-                arguments = _parser().parse_args(argv)
+                arguments = _parser(*given[:1]).parse_args(given)
             except SystemExit:  # after --help or --version
                 sys.stdout.flush()
                 raise
+            except UnsupportedError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
             if arguments.command != "record":
                 if without_output:
                     print("error: standard output is closed; allowed: a file or a pipe, or /dev/null", file=sys.stderr)
@@ -98,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        status: int = _COMMANDS[arguments.command].run(arguments)
+        status: int = import_module(f"shardweave.cli.{arguments.command}").main(arguments)
         sys.stdout.flush()
         return status
     except ShardweaveError as error:

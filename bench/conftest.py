@@ -1,24 +1,24 @@
 """`pytest bench/`: the suites, as pytest-benchmark's benchmarks.
 
 Calls are timed where they run: on every rank, in turns with the other contenders. pytest-benchmark gets the rounds as
-they were measured: its timer is a clock that advances by them, so that its tables, storage and `--benchmark-compare`
-work as usual. The machine, and what was not measured, are added to its JSON.
+they were measured: its timer is a clock that advances by them, so that its storage (`--benchmark-json`) and its
+comparison (`--benchmark-compare`, `pytest-benchmark compare`) work as usual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from shardweave.bench.harness.measure import measure, suite
-from shardweave.bench.harness.result_file import Results
+from shardweave.bench.harness.results import UNITS, Results
 from shardweave.bench.suites import SCALES
 
 _PLAIN = str.maketrans({"×": "x", "→": "->", "÷": "/"})  # pytest writes codes for letters that are not ASCII
 _CLOCK = [0.0]
-_RESULTS = pytest.StashKey[list[Results]]()
 
 
 def measured_time() -> float:
@@ -29,10 +29,6 @@ def measured_time() -> float:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardweave")
     group.addoption("--scale", choices=SCALES, default="full", help="of the suites (default: %(default)s)")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_RESULTS] = []
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -60,14 +56,9 @@ def results(request: pytest.FixtureRequest) -> Results:
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.module is request.module and hasattr(item, "callspec")
     )
-    config = request.config
-    command = " ".join(["pytest", *map(str, config.invocation_params.args)])
-    scale, match = config.getoption("scale"), config.getoption("keyword")
-    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():  # it takes minutes, and shows its progress
-        results = measure({request.module.SUITE: list(selected)}, scale, command, match)
-    config.stash[_RESULTS].append(results)
-    return results
+        return measure({request.module.SUITE: list(selected)}, request.config.getoption("scale"))
 
 
 @pytest.fixture
@@ -82,21 +73,12 @@ def record(request: pytest.FixtureRequest, results: Results, case: str, contende
         if row is None:
             faults = [one.why for one in results.faults if one.key[1:] in ((case, contender), ("", ""))]
             pytest.fail("; ".join(faults), pytrace=False)
-        rounds = iter(row.seconds)
+        rounds = iter([one * UNITS[row.unit] for one in row.samples])
         benchmark = request.getfixturevalue("benchmark")  # which warns where it is not used
-        benchmark.extra_info.update(row.extra_info)
+        benchmark.extra_info.update({name: value for name, value in asdict(row).items() if name != "samples"})
         benchmark.pedantic(
             lambda: _CLOCK.__setitem__(0, next(rounds)), setup=lambda: _CLOCK.__setitem__(0, 0.0),
             rounds=len(row.samples), iterations=1,
         )  # fmt: skip
 
     return play
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
-    """Add to the JSON what results have besides rows."""
-    results: list[Results] = config.stash[_RESULTS]
-    for head in (one.head() for one in results):
-        both = {name: [*output_json.get(name, ()), *head[name]] for name in ("absent", "faults")}
-        output_json |= head | both

@@ -1,1 +1,1 @@
-"""The command line. `commands/` declares the arguments of each command; the modules beside it do the work."""
+"""The command line: a module for each command, with its arguments and its work."""

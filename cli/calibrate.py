@@ -5,6 +5,7 @@ The report goes to stderr, the JSON of the topology to stdout.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from ..runtime.transports.calibration_cache import keep_calibration, machine_kin
 from ..runtime.transports.choose_transport import NAMES
 from .link_fit import Sample, samples_of, topology_of
 from .link_times import ROUNDS, SMALLEST, node_size_of, rank_main
+from .parsing import number_of, number_of_bytes
 
 LARGEST = 32 << 20
 _MIN_LARGEST = 4096
@@ -34,6 +36,40 @@ _LEAST_KEPT = 1 << 20
 _LOCAL_RANKS = 4
 _WIDTH = 120  # of the report where stderr is not a terminal
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", type=number_of("ranks"), help="the processes to start, outside torchrun (default: 4)"
+    )
+    parser.add_argument(
+        "--node-size", type=number_of("ranks"), metavar="N", help="treat each N ranks of one machine as a node"
+    )
+    parser.add_argument(
+        "--transport",
+        choices=("shared_memory", "process_group"),
+        help="the transport inside a node (default: chosen as by redistribute)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the topology to FILE")
+    parser.add_argument("--name", metavar="TEXT", help="the name of the topology")
+    parser.add_argument(
+        "--largest",
+        type=number_of_bytes,
+        metavar="BYTES",
+        default=LARGEST,
+        help="the most bytes that a rank sends, such as 8M (default: 32M)",
+    )
+    parser.add_argument(
+        "--no-keep",
+        dest="keep",
+        action="store_false",
+        help="do not keep the figures for ranks on several nodes of this kind of machine",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    given = arguments
+    return run(given.ranks, given.node_size, given.transport, given.out, given.name, given.largest, given.keep)
 
 
 def run(

@@ -5,6 +5,7 @@ Each problem is reported with a fix.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -45,6 +46,14 @@ from .self_test import self_test
 
 MIN_SHM = 1 << 30  # bytes in /dev/shm, where named segments hold the outputs
 MIN_FILES = 1024  # open files: each segment of a peer takes a descriptor while it is opened
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    return run(arguments.json)
 
 
 @dataclass(frozen=True)
@@ -282,7 +291,7 @@ def run(as_json: Path | None = None) -> int:
     """
     check_writable("--json", as_json)
     findings = examine()
-    console = console_of_tables(plain_width=120)
+    console = console_of_tables(plain_width=120, least_width=0)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     section = None
     for finding in findings:

@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ..bench.harness.writable import check_writable
 from ..bench.workloads.trace_cases import distinct
 from ..errors import ArgumentError, shown
+from ..planner import TOPOLOGIES
 from ..runtime import install, record
 from ..runtime.dtensor.fsdp import adapt_fsdp_when_first_used
 from ..runtime.tracing.recording import Recording
 from ..runtime.tracing.trace_file import Trace
+from .parsing import number_of_bytes, topology
+
+_WITH_INSTALL = ("costs", "topology", "reduction", "min_bytes", "spmd_types", "adapt_fsdp")
 
 
-def run(
-    script: str, arguments: Sequence[str], out: Path, module: bool, install_with: Mapping[str, Any] | None, fsdp: bool
-) -> int:
-    """Run `script` with its arguments as `python script …` would, and write the trace to `out`.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", default=Path("trace.json"), help="the trace (default: %(default)s)"
+    )
+    parser.add_argument("--install", action="store_true", help="run the script on shardweave, as install() does")
+    options = parser.add_argument_group("with --install, the arguments of install() and adapt_fsdp()")
+    options.add_argument("--costs", action="store_true", help="choose sharding strategies by shardweave's costs")
+    options.add_argument(
+        "--topology", metavar="NAME|FILE", help=f"the links between ranks: {', '.join(TOPOLOGIES)}, or a JSON file"
+    )
+    options.add_argument(
+        "--reduction", choices=("ordered", "fast"), help="fast: backends may reduce (default: ordered)"
+    )
+    options.add_argument("--min-bytes", type=number_of_bytes, metavar="BYTES", help="leave smaller tensors to torch")
+    options.add_argument("--spmd-types", action="store_true", help="also run the collectives of spmd_types")
+    options.add_argument(
+        "--adapt-fsdp", action="store_true", help="also run the collectives of all modules sharded with FSDP2"
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name, as in python -m")
+    parser.add_argument("script", help="a Python file, or with -m a module, followed by its own arguments")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
+    rest.required = False  # there may be none, so the error without a script does not name them
 
-    Args:
-        module: `script` is the name of a module, to be run as by `python -m`.
-        install_with: call `install` with these arguments first; None: do not.
-        fsdp: also adapt the modules that the script shards with FSDP2.
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run a script with its arguments as `python script …` would, and write the trace.
 
     Raises:
-        ArgumentError: `script` is not a file or module, or `out` cannot be written; as `install`.
+        ArgumentError: the script is not a file or module, or the trace cannot be written; as `install`.
         UnsupportedError: as `adapt_fsdp`.
     """
-    if module:
+    script, options = arguments.script, {name: getattr(arguments, name) for name in _WITH_INSTALL}
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
+    if options and not arguments.install:
+        raise ArgumentError(f"--{next(iter(options)).replace('_', '-')}: given without --install; allowed: with it")
+    if "topology" in options:
+        options["topology"] = topology(options["topology"])
+    fsdp = options.pop("adapt_fsdp", False)
+    if arguments.module:
         sys.path.insert(0, os.getcwd())
         _check_module(script)
     # Path.is_file raises where a name is too long.
@@ -41,16 +68,16 @@ def run(
         raise ArgumentError(f"script: {shown(script)} is not a file; allowed: a Python file, or a module with -m")
     else:
         sys.path.insert(0, str(Path(script).absolute().parent))
-    check_writable("--out", out)
-    if install_with is not None:
-        install(**install_with)
+    check_writable("--out", arguments.out)
+    if arguments.install:
+        install(**options)
     if fsdp:
         adapt_fsdp_when_first_used()
-    sys.argv = [script, *arguments]
+    sys.argv = [script, *arguments.arguments]
     recording: Recording | None = None
     try:
-        with record(out) as recording:
-            if module:
+        with record(arguments.out) as recording:
+            if arguments.module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")

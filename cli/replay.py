@@ -6,6 +6,7 @@ planner computes their costs on a topology.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -25,10 +26,11 @@ from ..bench.harness.terminal import Console, console_of_tables, progress_on
 from ..bench.harness.writable import check_writable
 from ..bench.workloads.trace_cases import Case, check_memory, distinct
 from ..errors import ArgumentError
-from ..planner import Topology
+from ..planner import TOPOLOGIES, Topology
 from ..runtime.tracing.merge import merge_traces
 from ..runtime.tracing.trace_file import Trace
-from ..runtime.transports.choose_transport import TransportName
+from ..runtime.transports.choose_transport import NAMES, TransportName
+from .parsing import number_of, topology
 from .replay_costs import computed_costs
 from .replay_ranks import Setting, rank_main
 from .replay_report import Replayed, show_computed, show_replayed
@@ -56,6 +58,38 @@ class Options:
     only: str = ""
     most: int = 64
     json_path: Path | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="the traces of the ranks of one run")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="the device of the ranks (default: cpu)")
+    parser.add_argument("--transport", choices=NAMES, help="the transport (default: chosen as by redistribute)")
+    parser.add_argument(
+        "--topology",
+        metavar="NAME|FILE",
+        help=f"compute the costs of both sides on it instead of running: {', '.join(TOPOLOGIES)}, or a JSON file "
+        "(default: run; for more ranks than can be started here: nvlink-infiniband)",
+    )
+    parser.add_argument("--scaled", action="store_true", help="divide every size of 64 and more by 8")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only redistributions whose source line or layouts contain TEXT"
+    )
+    parser.add_argument(
+        "--most",
+        type=number_of("redistributions"),
+        default=64,
+        metavar="N",
+        help="run the N that move most bytes, or show N rows of costs (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    given = arguments
+    options = Options(
+        given.device, given.transport, topology(given.topology), given.scaled, given.only, given.most, given.json
+    )
+    return run(given.traces, options)
 
 
 def run(paths: Sequence[Path], options: Options) -> int:

@@ -1,14 +1,14 @@
 """The costs of a trace's redistributions on a topology: the planner's costs of torch's plans and of shardweave's.
 
-Nothing is run or measured, so a program may have any number of ranks. Costs and bytes are those of
-`python -m shardweave.bench.planning.projection`.
+Nothing is run or measured, so a program may have any number of ranks. torch's plan is the steps that its own planner
+makes, each priced as the cheapest program that does it.
 """
 
 from __future__ import annotations
 
 import shardweave
 
-from ..bench.planning.projection import received, sampled, stock_layouts, stock_received, stock_us
+from ..bench.baselines.stock_plans import sampled, stock_layouts, stock_received, stock_us
 from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, StridedShard, Topology, plan
 from ..planner.layouts.mesh import union_mesh
@@ -40,7 +40,9 @@ def _ours(entry: Entry, topology: Topology) -> tuple[float, int]:
     mesh, other = meshes_of(entry)
     request = entry.shape, entry.dtype, entry.source, entry.target
     if mesh == other:
-        return shardweave.redistribute_cost(mesh, *request, topology), received(entry, topology)
+        programs = [plan(mesh, *request, rank=position, topology=topology) for position in sampled(mesh)]
+        received = max(one.bytes_received[0] for one in programs)
+        return shardweave.redistribute_cost(mesh, *request, topology), received
     programs = [
         plan(mesh, *request, target_mesh=other, rank=position, topology=topology)
         for position in sampled(union_mesh(mesh, other))

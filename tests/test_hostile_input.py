@@ -19,9 +19,6 @@ from variants import crossed
 
 import shardweave
 from shardweave.__main__ import main
-from shardweave.bench.harness.compare import compare
-from shardweave.bench.harness.markdown import as_markdown
-from shardweave.bench.harness.result_file import read
 from shardweave.errors import ArgumentError, ShardweaveError, UnsupportedError
 from shardweave.planner import NVLINK_INFINIBAND, NVLINK_NODE, Layout, MachineFigures, Program, Topology
 from shardweave.runtime.tracing.trace_file import Trace
@@ -102,14 +99,6 @@ def trace(text: str, folder: Path) -> None:
     Trace.from_json(text)
 
 
-def results(text: str, folder: Path) -> None:
-    path = folder / "results.json"
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    found = read(path, "FILE")
-    as_markdown(found)
-    compare(found, found)
-
-
 def command_line(text: str, folder: Path) -> None:
     """Arguments that are separated by bars."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -150,17 +139,12 @@ def _inputs(name: str) -> tuple[Callable[[str, Path], None], list[str], Callable
         return program, [one.to_json() for one in programs], changed_json
     if name == "traces":
         return trace, [_text_of("bench", "workloads", "recorded", n) for n in TRACES], changed_json
-    if name == "results":
-        found = sorted((ROOT / "bench" / "results").glob("*/quick.json"))
-        content = json.loads(found[0].read_text(encoding="utf-8"))
-        content["benchmarks"] = content["benchmarks"][:3]  # of a smaller file more values are changed
-        return results, [json.dumps(content)], changed_json
     return command_line, list(COMMANDS), changed_text
 
 
 TRACES = sorted(path.name for path in (ROOT / "bench" / "workloads" / "recorded").glob("*.json"))[:2]
 NVLINK_NODE_FIGURES = {name: NVLINK_NODE.to_dict()[name] for name in ("node", "memory_gigabytes_per_s", "call_us")}
-NAMES = ("layouts", "topologies", "figures", "programs", "traces", "results", "command line")
+NAMES = ("layouts", "topologies", "figures", "programs", "traces", "command line")
 GATE = 40
 LONG = 100_000
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -20,8 +20,8 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
 
 import shardweave
-from shardweave import Layout, Mesh
-from shardweave.planner import Placement
+from shardweave import Layout, Mesh, Topology
+from shardweave.planner import ITEMSIZE, Placement
 from shardweave.planner.layouts.index_sets import held_box
 from shardweave.runtime.convert_specs import spec_of_layout
 
@@ -43,7 +43,7 @@ class Stock:
         table = torch.arange(math.prod(shape)).reshape(shape)
         self.mesh = DeviceMesh("cpu", table, _init_backend=False, _rank=0)
 
-    @cache  # noqa: B019 - a projection asks for every plan once for its bytes and once for its price
+    @cache  # noqa: B019 - costs ask for every plan once for its bytes and once for its price
     def layouts(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
         """The layouts after each collective, the source first. For shard orders other than the default, torch always
         uses its graph planner."""
@@ -114,3 +114,41 @@ def count_stock(mesh: Mesh, shape: tuple[int, ...], layouts: Sequence[Layout], g
     most = max(max(own[0], own[-1]) for own in sizes)
     collectives = sum(any(steps) for steps in zip(*received_by_rank, strict=True))
     return Counted(max(map(sum, received_by_rank)) * 4, collectives, max(peaks) / most)
+
+
+def stock_layouts(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout] | None:
+    """The layouts after each of torch's collectives, the source first; None if its planner has no plan."""
+    # torch would issue collectives along mesh dims of one rank.
+    source, target = (layout.without_size_one(mesh.shape) for layout in (source, target))
+    try:
+        return stock(mesh.shape, False).layouts(shape, source, target)
+    except (RuntimeError, ValueError, AssertionError, IndexError):
+        return None
+
+
+@cache
+def stock_us(
+    mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
+) -> float | None:
+    """The microseconds of torch's plan: the sum over its steps, in one call, each priced as the cheapest program that
+    does it."""
+    layouts = stock_layouts(mesh, shape, source, target)
+    if layouts is None:
+        return None
+    steps = replace(topology, call_us=0.0)
+    us = sum(shardweave.redistribute_cost(mesh, shape, dtype, a, b, steps) for a, b in pairwise(layouts))
+    return us + topology.call_us if us else 0.0
+
+
+def sampled(mesh: Mesh) -> list[int]:
+    """Up to five mesh positions, different along every mesh dim, for which bytes are counted."""
+    return sorted({0, min(1, mesh.size - 1), mesh.size // 3, mesh.size // 2, mesh.size - 1})
+
+
+def stock_received(mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout) -> int:
+    """The bytes received by the sampled rank that receives most, by torch's collectives with their padding."""
+    layouts = stock_layouts(mesh, shape, source, target)
+    assert layouts is not None
+    return ITEMSIZE[dtype] * max(
+        sum(issued(mesh, shape, a, b, rank) for a, b in pairwise(layouts)) for rank in sampled(mesh)
+    )

@@ -23,12 +23,10 @@ class Rival:
 
     Attributes:
         make: as of a Case. ImportError where it is not installed.
-        needs_gpu: or Triton's interpreter.
     """
 
     name: str
     make: Callable[[], Made]
-    needs_gpu: bool = False
 
 
 def compiled(function: Callable[..., Any], dry: bool) -> Callable[..., Any]:
@@ -92,7 +90,7 @@ def permuting(rank: VirtualRank, dry: bool) -> list[Rival]:
     fast = compiled(gather, dry)
     return [
         Rival("index_select", lambda: _permutation(rank, lambda x: gather(x, order, k))),
-        Rival("torchtitan", lambda: _by_torchtitan(rank, routing=False), needs_gpu=True),
+        Rival("torchtitan", lambda: _by_torchtitan(rank, routing=False)),
         Rival("torch.compile", lambda: _permutation(rank, lambda x: fast(x, order, k))),
     ]
 
@@ -104,7 +102,7 @@ def routing_and_permuting(rank: VirtualRank, dry: bool) -> list[Rival]:
     return [
         Rival("argsort + index_select", lambda: _permutation(rank, lambda x: route_and_gather(x, rank.ids, experts))),
         Rival("torchao", lambda: _by_torchao(rank)),
-        Rival("torchtitan", lambda: _by_torchtitan(rank, routing=True), needs_gpu=True),
+        Rival("torchtitan", lambda: _by_torchtitan(rank, routing=True)),
         Rival("torch.compile", lambda: _permutation(rank, lambda x: fast(x, rank.ids, experts))),
     ]
 
@@ -140,7 +138,7 @@ def combining(rank: VirtualRank, dry: bool) -> list[Rival]:
     return [
         Rival("index_select + sum", lambda: made(lambda rows: weighted_sum(rows, inverse, rank.weights))),
         Rival("index_add", lambda: made(lambda rows: added(rows, order, rank.weights))),
-        Rival("torchtitan", torchtitan, needs_gpu=True),
+        Rival("torchtitan", torchtitan),
         Rival("torch.compile", lambda: made(lambda rows: fast(rows, inverse, rank.weights))),
     ]
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shardweave.bench.harness.machine import machine, output_of
 from shardweave.runtime.transports.choose_transport import why_no_memory
 
-_CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
+_QUERIED = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
 # Numbers of cuda.h.
 _ATTRIBUTES = {"atomics on host memory": 86, "file descriptors": 103, "fabric handles": 128, "multicast": 132}
 _OF_PAIRS = {"performance rank": 1, "access": 2, "atomics": 3}
@@ -41,7 +41,8 @@ def why_no_launcher() -> str | None:
 def facts() -> Iterator[tuple[str, object]]:
     """What is worth knowing of GPUs and links; attributes as numbers."""
     device, cuda = torch.device("cuda", torch.cuda.current_device()), ctypes.CDLL("libcuda.so.1")
-    yield from gpu_machine(device).items()
+    yield from described(device).items()
+    yield from machine().items()
     yield "free memory, GiB", torch.cuda.mem_get_info()[0] / 2**30
     yield "NCCL", torch.cuda.nccl.version() if dist.is_nccl_available() else "none"  # type: ignore[attr-defined]
     yield "symmetric memory", why_no_memory(device, "symmetric_memory") or "supported"
@@ -60,31 +61,20 @@ def facts() -> Iterator[tuple[str, object]]:
         yield "links", subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
 
 
-def gpu_machine(device: torch.device) -> dict[str, Any]:
-    """`machine()` with the name, multiprocessors, memory, L2 cache, driver and clocks of the device."""
-    about: dict[str, Any] = {"device": "CPU, a dry run without figures"}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        about = {
-            "device": properties.name,
-            "sms": properties.multi_processor_count,
-            "device_memory_gib": round(properties.total_memory / 2**30, 1),
-            "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
-        }
-    return {**about, "driver": nvidia_smi(device, "driver_version")[0], "clocks": clocks(device), **machine()}
-
-
-def clocks(device: torch.device) -> dict[str, str]:
-    """The current and maximum clocks, and the power limit."""
-    return dict(zip(_CLOCKS, nvidia_smi(device, *_CLOCKS), strict=False))
-
-
-def nvidia_smi(device: torch.device, *names: str) -> list[str]:
+def described(device: torch.device) -> dict[str, Any]:
+    """The name, multiprocessors, memory, L2 cache, driver, clocks and power limit of a GPU."""
+    if device.type != "cuda":
+        return {"device": "CPU, a dry run without figures"}
+    properties = torch.cuda.get_device_properties(device)
     # By its UUID: nvidia-smi numbers all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES leaves.
-    uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else None
-    at = [] if uuid is None else ["-i", f"GPU-{uuid}"]
-    output = output_of("nvidia-smi", *at, f"--query-gpu={','.join(names)}", "--format=csv,noheader")
-    return [value.strip() for value in output.split(",")]
+    query = ["-i", f"GPU-{properties.uuid}", f"--query-gpu={','.join(_QUERIED)}", "--format=csv,noheader"]
+    return {
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "memory, GiB": round(properties.total_memory / 2**30, 1),
+        "L2 cache, MiB": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
+        **dict(zip(_QUERIED, output_of("nvidia-smi", *query).split(", "), strict=False)),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="no GPU")
     dry, wrong = parser.parse_args(argv).dry, why_no_launcher()
     print(f"- C compiler: {wrong or 'builds what Triton needs'}", flush=True)
-    for fact, value in gpu_machine(torch.device("cpu")).items() if dry else facts():
+    for fact, value in machine().items() if dry else facts():
         print(f"- {fact}: {value}", flush=True)
     return int(wrong is not None)
 

@@ -1,4 +1,4 @@
-"""The time of calls: on a GPU in CUDA graphs, without the host; on a CPU by the host's clock.
+"""The time of calls: on a GPU in CUDA graphs, without the host; in a dry run by the host's clock.
 
 Each function takes calls that do the same on buffers of their own, and returns one that runs a round of them and
 returns the seconds of one call.
@@ -6,7 +6,6 @@ returns the seconds of one call.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
@@ -54,25 +53,20 @@ def in_graph(calls: Sequence[Call]) -> Round:
     return lambda: replay() / (repeats * len(calls))
 
 
-def by_the_clock(calls: Sequence[Call], least_seconds: float) -> Round:
-    """Time calls by the host's clock; a round takes at least so long, or is one of each call."""
+def by_the_clock(calls: Sequence[Call]) -> Round:
+    """Time one of each call by the host's clock."""
 
-    def run(repeats: int) -> float:
+    def run() -> float:
         began = perf_counter()
-        for _ in range(repeats):
-            for call in calls:
-                call()
-        return (perf_counter() - began) / repeats
+        for call in calls:
+            call()
+        return (perf_counter() - began) / len(calls)
 
-    repeats = 1
-    if least_seconds:
-        run(1)  # a first call touches fresh pages
-        repeats = max(1, math.ceil(least_seconds / max(run(1), 1e-7)))
-    return lambda: run(repeats) / len(calls)
+    return run
 
 
-def kernel_seconds(call: Call) -> tuple[float, int]:
-    """The sum of the times of the kernels that a call launches on the GPU, by the profiler, and their number.
+def kernel_seconds(call: Call) -> float:
+    """The sum of the times of the kernels that a call launches on the GPU, by the profiler.
 
     Raises:
         RuntimeError: the profiler sees no kernel.
@@ -87,4 +81,4 @@ def kernel_seconds(call: Call) -> tuple[float, int]:
     kernels = [e for e in profiled.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
     if not kernels:
         raise RuntimeError("the profiler sees no kernel on this machine")
-    return sum(e.time_range.elapsed_us() for e in kernels) / 1e6, len(kernels)
+    return sum(e.time_range.elapsed_us() for e in kernels) / 1e6

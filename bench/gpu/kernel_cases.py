@@ -13,10 +13,8 @@ import torch
 from shardweave.kernels import (
     StridedBoxes,
     copy_boxes,
-    copy_boxes_cpu,
     copy_table,
     reduce_boxes,
-    reduce_boxes_cpu,
     reduce_table,
 )
 
@@ -55,12 +53,6 @@ class Case:
     def make(self) -> Made:
         """The kernel's call on new buffers, whose target is poisoned, and a check of the target."""
         return self._made(self._kernel)
-
-    def make_reference(self) -> Made:
-        """The same for the torch reference."""
-        if len(self.starts) == 1:
-            return self._made(partial(copy_boxes_cpu, self._boxes))
-        return self._made(lambda sources, targets: reduce_boxes_cpu(self._boxes, sources, targets, "sum"))
 
     @cached_property
     def _kernel(self) -> Callable[..., object]:

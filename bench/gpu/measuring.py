@@ -1,14 +1,12 @@
 """Measures contenders on the cases of the kernels: results are checked first, buffers rotate past the cache.
 
-The suite of kernels and the targets of `make gpu` both measure by it. A case has a ceiling if a bare copy of as many
-bytes is among its contenders.
+A case has a ceiling if a bare copy of as many bytes is among its contenders.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,48 +17,27 @@ from shardweave.bench.gpu.graph_timing import Call, Round, by_the_clock, in_grap
 from shardweave.bench.gpu.kernel_cases import Case, Made
 from shardweave.bench.gpu.token_cases import Shape, verified
 from shardweave.bench.harness.interleaved import in_order
-from shardweave.bench.harness.machine import available_memory, last_level_cache
 from shardweave.bench.harness.measure import Sink, why_absent
 
-KERNEL, REFERENCE, COPY = "ours", "ours, torch reference", "copy"
-NO_GPU = "no GPU is here: the torch reference that CPU tensors use, not a kernel"
+OURS, COPY = "ours", "copy"
 
 
 class Measuring:
     """Measures cases on one device into a sink.
 
     Args:
-        kernels: measure the kernels. Without: the torch references, which CPU tensors use.
-        least_seconds: of a round on a CPU.
         dry: no figure means anything: buffers need not leave the cache, and every failure of a contender that is
             installed is an error.
     """
 
-    def __init__(
-        self,
-        sink: Sink,
-        device: torch.device,
-        kernels: bool,
-        rounds: int,
-        least_seconds: float = 0.0,
-        dry: bool = False,
-    ) -> None:
-        self.sink, self.device, self.dry = sink, device, dry
-        self.kernels, self.ours = kernels, KERNEL if kernels else REFERENCE
-        self.rounds = rounds
-        self.prepare: Callable[[Sequence[Call]], Round] = partial(by_the_clock, least_seconds=least_seconds)
-        cache = last_level_cache()
-        if device.type == "cuda":
-            self.prepare = in_graph
-            cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
-        self.cache = 1 if dry else cache
+    def __init__(self, sink: Sink, device: torch.device, rounds: int, dry: bool = False) -> None:
+        self.sink, self.device, self.rounds, self.dry = sink, device, rounds, dry
+        self.prepare: Callable[[Sequence[Call]], Round] = by_the_clock if dry else in_graph
+        self.cache = 1 if dry else getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
 
-    def sets(self, moved: int, held: int) -> int:
-        """The number of sets of buffers that take turns, so that a call finds nothing in the cache. On a CPU they take
-        at most a quarter of the free memory, `held` bytes a set."""
-        if self.device.type == "cuda":
-            return rotation(moved, self.cache)
-        return max(2, min(math.ceil(1.5 * self.cache / moved) + 1, available_memory() // (4 * held)))
+    def sets(self, moved: int) -> int:
+        """The number of sets of buffers that take turns, so that a call finds nothing in the cache."""
+        return rotation(moved, self.cache)
 
     def time(
         self,
@@ -81,7 +58,7 @@ class Measuring:
             copied: bytes that a bare copy beside them reads and writes; as many as `moved`: it is the ceiling.
         """
         self.sink.begin(case)
-        present = self._present(case, rivals)
+        present = {rival.name: rival.make for rival in rivals}
         contenders = {**sides, **present, **({COPY: self._bare_copy(copied)} if copied else {})}
         prepared: dict[str, Round] = {}
         for contender, make in contenders.items():
@@ -106,7 +83,6 @@ class Measuring:
                 bytes=moved,
                 bound_bytes=moved,
                 share_of_ceiling=median(times[COPY]) / median(rounds) if moved and copied == moved else None,
-                note=NO_GPU if contender == REFERENCE else "",
                 detail={"bytes are": "read and written", "rotation": rotating, "threads": torch.get_num_threads()},
             )  # fmt: skip
         del prepared
@@ -114,34 +90,20 @@ class Measuring:
             torch.cuda.empty_cache()
         return times
 
-    def _present(self, case: str, rivals: Sequence[Rival]) -> dict[str, Callable[[], Made]]:
-        """The rivals that can run here; why the others cannot goes into the sink."""
-        present = {}
-        for rival in rivals:
-            if rival.needs_gpu and not self.kernels:
-                self.sink.absent(case, rival.name, "its kernels run on GPUs alone, and none is here")
-            else:
-                present[rival.name] = rival.make
-        return present
-
-    def boxes(self, case: Case, beside_reference: bool) -> None:
-        """A kernel on boxes, or the torch reference of it, under the ceiling; on request one beside the other."""
-        sides = {self.ours: case.make if self.kernels else case.make_reference}
-        if beside_reference and self.kernels:
-            sides["torch"] = case.make_reference
-        sets = self.sets(case.moved, (len(sides) + 1) * case.moved)
-        self.time(case.name, sides, case.moved, sets, copied=case.moved)
+    def boxes(self, case: Case) -> None:
+        """A kernel on boxes, under the ceiling."""
+        self.time(case.name, {OURS: case.make}, case.moved, self.sets(case.moved), copied=case.moved)
 
     def tokens(
         self, case: str, make: Callable[[], Made], shape: Shape, rivals: Sequence[Rival] = (), ceiling: bool = True
     ) -> None:
         """A kernel of token dispatch beside others, on request under the ceiling."""
-        sets = self.sets(shape.moved, shape.buffers + (len(rivals) + 2) * shape.moved)
-        self.time(case, {self.ours: make}, shape.moved, sets, rivals, copied=shape.moved if ceiling else None)
+        copied = shape.moved if ceiling else None
+        self.time(case, {OURS: make}, shape.moved, self.sets(shape.moved), rivals, copied=copied)
 
     def latency(self, case: str, make: Callable[[], Made], sets: int) -> None:
         """A call that has no ceiling, beside a small copy, which only shows how fast the machine is."""
-        self.time(case, {self.ours: make}, None, sets, copied=1 << 18)
+        self.time(case, {OURS: make}, None, sets, copied=1 << 18)
 
     def _bare_copy(self, moved: int) -> Callable[[], Made]:
         """`copy_` of half as many bytes as are read and written."""

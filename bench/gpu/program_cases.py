@@ -16,9 +16,8 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor as 
 
 from shardweave.bench.gpu.graph_timing import kernel_seconds
 from shardweave.bench.gpu.kernel_cases import Made, random_buffer
+from shardweave.bench.gpu.lone_rank import TIMEOUT, Alone, LoneTransport, SeparateMemory
 from shardweave.bench.gpu.measuring import Measuring
-from shardweave.bench.gpu.token_work import LoneTransport, SeparateMemory
-from shardweave.bench.suites.suite_host import TIMEOUT, Alone
 from shardweave.planner import plan
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
@@ -59,7 +58,7 @@ def pack_and_unpack(measuring: Measuring, shape: tuple[int, int], case: str) -> 
             "ours": lambda: (_around(step, source()), lambda: True),
             "torch": lambda: (_stock(mesh, shape, source()), lambda: True),
         }
-        measuring.time(case, sides, moved, measuring.sets(moved, 2 * moved))
+        measuring.time(case, sides, moved, measuring.sets(moved))
     finally:
         dist.destroy_process_group()
 
@@ -82,10 +81,10 @@ def _stock(mesh: DeviceMesh, shape: tuple[int, int], x: torch.Tensor) -> Callabl
     return lambda: stock_inner(x, source._spec, target)
 
 
-def whole_program(measuring: Measuring, side: int, case: str) -> None:
-    """All ranks' work of `S0 S1 → S1 S0`, replayed from a graph, beside the sum of its kernels."""
+def virtual_program(device: torch.device, side: int) -> Made:
+    """All ranks' work of `S0 S1 → S1 S0`."""
     program = plan((4, 4), (side, side), "bfloat16", "S0 S1", "S1 S0")
-    whole = random_buffer(side * side, torch.bfloat16, measuring.device).view(side, side)
+    whole = random_buffer(side * side, torch.bfloat16, device).view(side, side)
     shards = [part.contiguous() for rows in whole.chunk(4, 0) for part in rows.chunk(4, 1)]
     run = bind_in_process(program, shards, InProcessTransport())
 
@@ -94,10 +93,15 @@ def whole_program(measuring: Measuring, side: int, case: str) -> None:
         wanted = (whole.chunk(4, 0)[j].chunk(4, 1)[i] for i in range(4) for j in range(4))
         return all(a.equal(b) for a, b in zip(outputs, wanted, strict=True))
 
-    moved = 2 * 2 * side * side
-    ours = measuring.time(case, {"ours": lambda: (lambda: run(shards), right)}, moved, 1)["ours"]
-    seconds, kernels = (median(ours), 0) if measuring.dry else kernel_seconds(lambda: run(shards))
-    measuring.sink.row(case, "its kernels' sum", "µs", [seconds * 1e6], bytes=moved, detail={"kernels": kernels})
+    return lambda: run(shards), right
+
+
+def whole_program(measuring: Measuring, side: int, case: str) -> None:
+    """All ranks' work of a program, replayed from a graph, beside the sum of its kernels."""
+    made, moved = virtual_program(measuring.device, side), 2 * 2 * side * side
+    ours = measuring.time(case, {"ours": lambda: made}, moved, 1)["ours"]
+    seconds = median(ours) if measuring.dry else kernel_seconds(made[0])
+    measuring.sink.row(case, "its kernels' sum", "µs", [seconds * 1e6], bytes=moved)
 
 
 def direct_push(measuring: Measuring, side: int, case: str) -> None:

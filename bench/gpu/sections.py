@@ -1,4 +1,7 @@
-"""What `make gpu` runs, in order: what is worth most if the GPU is there for ten minutes only comes first."""
+"""What `make gpu` runs, in order: whether results are right, then kernels beside their targets, then where time goes.
+
+If a signal does not arrive, no later section can pass.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,11 @@ SECTIONS = (
     Section("programs", 180, (_PROGRAMS, f"{_TRANSPORTS}/test_hierarchical.py", *(
         f"{_RUNTIME}/moe/test_{name}.py"
         for name in ("compile", "permute_indices", "scale_layout", "torchtitan_dispatcher")))),
-    Section("targets", 240, ("-m", "shardweave.bench.gpu.targets", "--out", "{out}"), goes_on=True),
     Section("ranks-on-one-gpu", 180, (_SYMMETRIC, "tests/cli/test_replay_on_gpus.py"), timeout="3"),
     Section("ranks-on-several-gpus", 180, (_SYMMETRIC, *(
         f"{_TRANSPORTS}/test_{name}.py" for name in ("symmetric_hierarchical", "process_group_on_devices")),
         f"{_RUNTIME}/moe/test_two_level_windows.py"), marker="multigpu"),
+    Section("targets", 240, ("-m", "shardweave.bench.gpu.targets", "--out", "{out}"), goes_on=True),
+    Section("profile", 90, ("-m", "shardweave.bench.gpu.profile_calls")),
     Section("sanitizer", 400, ("tests/bench/test_sanitizer.py",), test_seconds=380),
 )  # fmt: skip

@@ -1,10 +1,9 @@
 """Targets on a GPU and the figures reached: kernels beside a copy in the same run, whole programs, host work.
 
 `make gpu` runs it after the tests: `python -m shardweave.bench.gpu.targets --out FOLDER` prints a line for each target,
-and writes `gpu_targets.json`, which compare and report read, again after each. A line that leaves CUDA unusable ends
-the process; with `--go-on` another one measures what follows. The exit status is 1 if a line has no figure of ours,
-unless the device does not support what it measures.
-The suite `python -m shardweave bench kernels` measures the same kernels without targets, on CPUs too.
+with the median of every contender, and appends it to `targets.md`. A line that leaves CUDA unusable ends the process;
+with `--go-on` another one measures what follows. The exit status is 1 if a line has no figure of ours, unless the
+device does not support what it measures.
 The ceiling of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over
 buffers that rotate past the L2 cache. Every result is checked before it is timed. With `--dry` every line runs without
 a GPU, on tiny shapes, and no figure means anything.
@@ -27,15 +26,16 @@ from typing import Any
 import torch
 
 from shardweave.bench.baselines.token_kernels import Rival, combining, permuting, routing_and_permuting
-from shardweave.bench.gpu.environment import clocks, gpu_machine
+from shardweave.bench.gpu.environment import described
 from shardweave.bench.gpu.kernel_cases import Case, Made, cases
 from shardweave.bench.gpu.measuring import COPY, Measuring
 from shardweave.bench.gpu.outcomes import LOST, cuda_is_lost
 from shardweave.bench.gpu.program_cases import direct_push, pack_and_unpack, whole_program
-from shardweave.bench.gpu.token_cases import BESIDE_SMS, DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, Shape, VirtualRank
-from shardweave.bench.harness.machine import now
+from shardweave.bench.gpu.token_cases import BESIDE_SMS, DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
+from shardweave.bench.harness.machine import provenance
+from shardweave.bench.harness.markdown import figure, provenance_lines
 from shardweave.bench.harness.measure import Sink, why_absent
-from shardweave.bench.harness.result_file import Missing, Results, Row, read
+from shardweave.bench.harness.results import Results, Row
 from shardweave.errors import UnsupportedError
 from shardweave.kernels import SLOT, Channel, Failure, pack, signal, wait_limit
 
@@ -65,12 +65,11 @@ class Target:
     measure: Callable[[str], object]
     rows: dict[str, Row] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    wrong: bool = False
     failed: bool = False
 
     def run(self, measuring: Measuring) -> None:
         """Measure; an error is noted and does not end the run."""
-        results = Results("", "", "", {})
+        results = Results()
         measuring.sink = Sink(SUITE, results.put)
         unsupported = False
         try:
@@ -82,7 +81,6 @@ class Target:
             measuring.sink.absent(self.case, "ours", why_absent("ours", error))
         self.rows = {row.contender: row for row in results.rows}
         self.missing = {one.contender: one.why for one in (*results.absent, *results.faults)}
-        self.wrong = any(one.contender == "ours" for one in results.faults)
         self.failed = "ours" in self.missing and not unsupported
 
     @property
@@ -105,16 +103,16 @@ class Target:
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
     def shown(self, dry: bool) -> str:
-        """The value and, of a ratio, the times of the others; or why there is no value."""
+        """The value and the median of every contender; or why there is no value."""
         if "ours" in self.missing:
             return f"not measured: {self.missing['ours']}"
-        others = [f"{contender} {row.median:.0f} µs" for contender, row in self.rows.items() if contender != "ours"]
-        note = "; ".join(others * (self.unit == "×") + [f"{name}: {why}" for name, why in self.missing.items()])
+        times = [f"{contender} {figure(row.median)} µs" for contender, row in self.rows.items()]
+        note = "; ".join([*times, *(f"{name}: {why}" for name, why in self.missing.items())])
         if self.value is None:
             return f"not measured: nothing to compare with; {note}"
         if dry:
             return NO_FIGURE
-        return f"{self.value:.1%}" if self.unit == CEILING else f"{self.value:.2f} {self.unit} {note}".strip()
+        return f"{self.value:.1%}, {note}" if self.unit == CEILING else f"{self.value:.2f} {self.unit}, {note}"
 
     def judged(self, dry: bool) -> str:
         """The target, and whether it is met."""
@@ -172,7 +170,7 @@ def targets(measuring: Measuring) -> Iterator[Target]:
         f"count_pairs, {large}", "µs", 30.0, False,
         lambda case: measuring.latency(case, rank().routed, FEW_SETS),
     )  # fmt: skip
-    sets = measuring.sets(2 * few.moved, 2 * few.buffers)
+    sets = measuring.sets(2 * few.moved)
     yield Target(
         f"decode: route + push + combine, {few}", "µs", 60.0, False,
         lambda case: measuring.latency(case, VirtualRank(few, device).both, sets),
@@ -188,13 +186,13 @@ def targets(measuring: Measuring) -> Iterator[Target]:
     )  # fmt: skip
     yield Target(
         f"quantize_rows, {large}", "µs", 40.0, False,
-        lambda case: measuring.latency(case, rank().quantized, measuring.sets(large.quantized, 2 * large.quantized)),
+        lambda case: measuring.latency(case, rank().quantized, measuring.sets(large.quantized)),
     )  # fmt: skip
     for name, packed, moved in (
         ("push_rows of fp8_128 rows", lambda: rank().push_quantized(), large.moved_quantized),
         ("combine_rows of mxfp8 rows", lambda: rank().combine_quantized(), large.returned_quantized),
     ):
-        yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(quantized_rows, measuring, packed, moved, large))
+        yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(quantized_rows, measuring, packed, moved))
     yield Target(
         f"dispatch + combine on {BESIDE_SMS} SMs beside a matmul: one after the other on all SMs ÷ ours, {large}",
         "×", 1.1, True, partial(two_phases, measuring, rank, 64 if dry else 8192),
@@ -211,7 +209,7 @@ def targets(measuring: Measuring) -> Iterator[Target]:
 
 
 def boxes(measuring: Measuring, box: Case, _: str) -> None:
-    measuring.boxes(box, beside_reference=False)
+    measuring.boxes(box)
 
 
 def beside_others(
@@ -224,8 +222,8 @@ def beside_others(
     measuring.tokens(case, make, rank().shape, rivals(rank(), measuring.dry), ceiling=False)
 
 
-def quantized_rows(measuring: Measuring, make: Callable[[], Made], moved: int, shape: Shape, case: str) -> None:
-    measuring.time(case, {"ours": make}, moved, measuring.sets(moved, shape.buffers + 3 * moved), copied=moved)
+def quantized_rows(measuring: Measuring, make: Callable[[], Made], moved: int, case: str) -> None:
+    measuring.time(case, {"ours": make}, moved, measuring.sets(moved), copied=moved)
 
 
 def two_phases(measuring: Measuring, rank: Callable[[], VirtualRank], side: int, case: str) -> None:
@@ -238,10 +236,8 @@ def two_phases(measuring: Measuring, rank: Callable[[], VirtualRank], side: int,
 
 
 def host(measuring: Measuring, kinds: Callable[[], list[dict[str, Any]]], transport: str, case: str) -> None:
-    """The slowest kind; all of them in the row of windows."""
-    slowest = max(kind[transport] for kind in kinds())
-    detail = {"kinds": kinds()} if transport == "windows" else {}
-    measuring.sink.row(case, "ours", "µs", [slowest], detail=detail)
+    """The slowest kind."""
+    measuring.sink.row(case, "ours", "µs", [max(kind[transport] for kind in kinds())])
 
 
 def host_work(dry: bool) -> list[dict[str, Any]]:
@@ -276,21 +272,6 @@ def late_peer(measuring: Measuring, case: str) -> None:
     measuring.sink.row(case, "ours", "µs", [max(seconds[1:]) * 1e6])
 
 
-def as_results(
-    targets: Sequence[Target], about: dict[str, Any], dry: bool, command: str, former: Results | None = None
-) -> Results:
-    """The rows as in all results, with each target in the row of ours; before them, those of a former process."""
-    rows: list[Row] = [*former.rows] if former else []
-    absent: list[Missing] = [*former.absent] if former else []
-    faults: list[Missing] = [*former.faults] if former else []
-    for t in targets:
-        detail = {"target": t.bound, "at least": t.at_least, "reached": t.value, "of": t.unit, "met": t.met}
-        rows += [replace(r, detail=detail | dict(r.detail)) if name == "ours" else r for name, r in t.rows.items()]
-        for contender, why in t.missing.items():
-            (faults if t.wrong and contender == "ours" else absent).append(Missing(SUITE, t.case, contender, why))
-    return Results(now(), command, "dry" if dry else "full", about, tuple(rows), tuple(absent), tuple(faults))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardweave.bench.gpu.targets", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
@@ -301,35 +282,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: no GPU: torch.cuda.is_available() is False; allowed: --dry", file=sys.stderr)
         return 2
     device = torch.device("cpu") if arguments.dry else torch.device("cuda", torch.cuda.current_device())
-    about, file = gpu_machine(device), arguments.out / "gpu_targets.json"
     arguments.out.mkdir(parents=True, exist_ok=True)
-    former = read(file, "--go-on") if arguments.go_on and file.exists() else None
-    ones: Sequence[Row | Missing] = () if former is None else (*former.rows, *former.absent, *former.faults)
-    known = {one.case for one in ones}
-    command = "python -m shardweave.bench.gpu.targets" + " --dry" * arguments.dry
-    sink = Sink(SUITE, Results("", "", "", {}).put)
-    rounds = 1 if arguments.dry else 9
-    measuring = Measuring(sink, device, True, rounds, dry=arguments.dry)
-    done: list[Target] = []
-
-    def write() -> None:
-        file.write_text(as_results(done, about, arguments.dry, command, former).to_json(), encoding="utf-8")
-
-    for target in targets(measuring):
-        if target.case in known:
-            continue
-        done.append(target)
-        target.missing = {"ours": "its process ended first"}
-        write()  # a run that is killed keeps what it has measured, and another one goes on after this line
-        target.run(measuring)
-        print(f"- {target.case}: {target.shown(arguments.dry)}{target.judged(arguments.dry)}", flush=True)
-        write()
-        if target.failed and cuda_is_lost():
-            print("  CUDA is unusable for this process, which ends", flush=True)
-            os._exit(LOST)  # every later line would fail
-    about["clocks_after"] = clocks(device)
-    write()
-    return int(any(target.failed for target in done))
+    file = arguments.out / "targets.md"
+    known = file.read_text(encoding="utf-8") if arguments.go_on and file.exists() else ""
+    measuring = Measuring(Sink(SUITE, Results().put), device, 1 if arguments.dry else 9, dry=arguments.dry)
+    failed = False
+    with file.open("a" if known else "w", encoding="utf-8") as page:
+        if known:
+            page.write("its process ended first\n" * (not known.endswith("\n")))
+        else:
+            about = ", ".join(f"{name} {value}" for name, value in described(device).items())
+            page.write("\n".join(["# Targets on a GPU", "", *provenance_lines(provenance()), "", about, "", ""]))
+        for target in targets(measuring):
+            head = f"- {target.case}: "
+            if head in known:
+                continue
+            page.write(head)
+            page.flush()  # a run that is killed keeps what it has measured, and another one goes on after this line
+            target.run(measuring)
+            line = f"{target.shown(arguments.dry)}{target.judged(arguments.dry)}"
+            page.write(f"{line}\n")
+            page.flush()
+            print(f"{head}{line}", flush=True)
+            failed |= target.failed
+            if target.failed and cuda_is_lost():
+                print("  CUDA is unusable for this process, which ends", flush=True)
+                os._exit(LOST)  # every later line would fail
+    return int(failed)
 
 
 if __name__ == "__main__":

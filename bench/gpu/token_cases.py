@@ -75,11 +75,6 @@ class Shape:
         """Bytes that a combine reads of rows quantized to `EXACT`, and writes in bfloat16."""
         return self.tokens * (self.top_k * _packed(self, EXACT).nbytes + 2 * self.hidden)
 
-    @property
-    def buffers(self) -> int:
-        """About the bytes of the buffers of all ranks; a call touches those of one."""
-        return self.ranks * self.moved
-
 
 LARGE, FEW = Shape(4096, 7168, 8, 256, 8), Shape(128, 7168, 8, 256, 8)  # training and decoding of DeepSeek-V3
 QUANTIZE = "fp8_128"

@@ -1,1 +1,1 @@
-"""How measurements are made, stored, compared and shown."""
+"""How measurements are made and shown."""

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .delayed_links import DelayedLinks
 from .namespaces import (
     INTERFACE,
     SHARED,
@@ -81,13 +80,13 @@ def _reporting(to_parent: Connection, function: Callable[[], None]) -> None:
             to_parent.send(("failed", traceback.format_exc()))
 
 
-def enter_hosts(to_parent: Connection, ranks: list[list[int]], gigabits: float, delay_ms: float) -> None:
+def enter_hosts(to_parent: Connection, ranks: list[list[int]], gigabits: float) -> None:
     """The process between the one that starts the hosts and the switch, which is process 1 of new namespaces."""
     end_with_parent()
 
     def enter() -> None:
         unshare_all()
-        pid = fork_into(lambda: _reporting(to_parent, lambda: _switch(to_parent, ranks, gigabits, delay_ms)))
+        pid = fork_into(lambda: _reporting(to_parent, lambda: _switch(to_parent, ranks, gigabits)))
         to_parent.close()
         os.waitpid(pid, 0)  # process 1 of a namespace ends after all others there
 
@@ -98,7 +97,7 @@ def _address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
-def _switch(to_parent: Connection, ranks: list[list[int]], gigabits: float, delay_ms: float) -> None:
+def _switch(to_parent: Connection, ranks: list[list[int]], gigabits: float) -> None:
     """Start the hosts, pass on messages, and set the links. When this returns, the kernel ends all other processes."""
     end_with_parent()
     mount_system()
@@ -115,9 +114,6 @@ def _switch(to_parent: Connection, ranks: list[list[int]], gigabits: float, dela
         shape(f"host{host}", gigabits)
         pids.append(pid)
         hosts[ours] = host
-    if delay_ms:
-        links = DelayedLinks(list(names), delay_ms)
-        fork_into(links.run)
     for ours in hosts:
         ours.send("linked")
     by_host = {host: ours for ours, host in hosts.items()}

@@ -42,16 +42,13 @@ class Hosts:
     Args:
         ranks: the ranks of each host: [[0, 1], [2, 3]].
         gigabits: the rate of each link, in 10^9 bits a second and each direction.
-        delay_ms: how long every packet takes on its way out of a host: half of a round trip.
         context: of multiprocessing; its processes have to start with one thread. None: fork.
 
     Raises:
         HostsUnavailable: this machine does not allow them; with the reason.
     """
 
-    def __init__(
-        self, ranks: Sequence[Sequence[int]], gigabits: float = 1.0, context: Any = None, delay_ms: float = 0.0
-    ) -> None:
+    def __init__(self, ranks: Sequence[Sequence[int]], gigabits: float = 1.0, context: Any = None) -> None:
         check_programs()
         self.ranks = [list(of_host) for of_host in ranks]
         self.size = sum(map(len, self.ranks))
@@ -63,7 +60,7 @@ class Hosts:
         self._ready = 0
         self._connection, theirs = Pipe()
         self._process = (context or get_context("fork")).Process(
-            target=enter_hosts, args=(theirs, self.ranks, gigabits, delay_ms), daemon=True
+            target=enter_hosts, args=(theirs, self.ranks, gigabits), daemon=True
         )
         sys.stdout.flush()
         self._process.start()

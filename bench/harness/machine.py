@@ -1,4 +1,4 @@
-"""Where figures come from: the command, the time, the machine, GPUs or none; and which machines are of one kind."""
+"""Where figures come from: the command, the time, the machine, GPUs or none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -56,17 +55,6 @@ def machine() -> dict[str, Any]:
         "commit": output_of("git", "-C", root, "rev-parse", "HEAD"),
         "uncommitted_changes": changes or "none",
     }
-
-
-def kind(about: Mapping[str, Any]) -> str:
-    """A folder's name for machines whose figures are comparable: `nvidia-h200`, `amd-epyc-2-cores`."""
-    gpus = about["gpus"]
-    return slug(f"{gpus[0]} x{len(gpus)}".removesuffix(" x1") if gpus else f"{about['cpu']} {about['cores']} cores")
-
-
-def slug(name: str) -> str:
-    """A folder's name: "NVIDIA H200" is nvidia-h200."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -1,4 +1,4 @@
-"""Measured results as Markdown, and the parts of it that the HTML report shares."""
+"""Measured results as Markdown."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from .result_file import UNITS, Results, Row, contenders
+from .results import UNITS, Results, Row
 
-UNIT = "of a round: median (quartiles); of several ranks each round is the slowest rank's"
-DRY = "A dry run on tiny sizes: no figure here means anything."
 _LEAST_ON_LINK = 1 << 20  # bytes; fewer are over before the link is full
-WRONG = "Wrong results, and what has none because it failed:"
 
 
-def as_markdown(results: Results) -> str:
-    lines = ["# Measured", ""]
-    lines += provenance_lines({"command": results.command, "date": results.date, "machine": results.machine})
-    lines += ["", f"**{DRY}**"] if results.scale == "dry" else []
+def as_markdown(results: Results, about: Mapping[str, Any]) -> str:
+    """
+    Args:
+        about: `machine.provenance()`.
+    """
+    lines = ["# Measured", "", *provenance_lines(about)]
+    lines += ["", "**A dry run on tiny sizes: no figure here means anything.**"] if results.scale == "dry" else []
     if results.faults:
-        lines += ["", f"**{WRONG}**", "", *(f"- {fault}" for fault in results.faults)]
+        lines += ["", "**Wrong results, and what has none because it failed:**", ""]
+        lines += [f"- {fault}" for fault in results.faults]
     for suite, group in groupby(results.rows, key=lambda row: row.suite):
         rows = list(group)
         heads, body = table_cells(rows)
-        lines += ["", f"## {suite}", "", *table(heads, [cells for _, cells in body]), "", f"Times {UNIT}.", ""]
+        lines += ["", f"## {suite}", "", *table(heads, body), ""]
+        lines += ["Times of a round: median (quartiles); of several ranks each round is the slowest rank's.", ""]
         lines += [f"- {line}" for line in remarks(rows)]
     if results.absent:
         lines += ["", "Not measured:", "", *(f"- {line}" for line in absent_lines(results))]
@@ -55,28 +57,27 @@ def machine_lines(about: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[tuple[Row, list[str]]]]:
+def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The heads, and the cells of each row, ours first in each case. Columns without any entry are left out."""
     heads = ["case", "contender", "median", "quartiles", "÷ ours", "bytes", "bound", "of link", "cores busy"]
-    heads += ["round trips", "of bare copy", "cache"]
+    heads += ["of bare copy", "cache"]
     body = []
     for case, group in groupby(rows, key=lambda row: row.case):
-        by_name = {row.contender: row for row in group}
-        ours, *_ = names = contenders(list(by_name.values()))
-        for name in names:
-            row, unit = by_name[name], by_name[ours].median if by_name[ours].is_ours and name != ours else 0.0
+        ours, *_ = of_case = sorted(group, key=lambda row: not row.is_ours)
+        for row in of_case:
+            unit = ours.median if ours.is_ours and row is not ours else 0.0
             low, high = row.quartiles
             cold = row.detail.get("rotation", {}).get("cold")
-            body.append((row, [
-                case, name, f"{figure(row.median)} {row.unit}", f"{figure(low)} to {figure(high)}",
+            body.append([
+                case, row.contender, f"{figure(row.median)} {row.unit}", f"{figure(low)} to {figure(high)}",
                 f"{row.median / unit:.2f}" if unit else "",
                 *("" if count is None else f"{count:,}" for count in (row.bytes, row.bound_bytes)),
-                _share_of_link(row), _cores_busy(row), _round_trips(row),
+                _share_of_link(row), _cores_busy(row),
                 "" if row.share_of_ceiling is None else f"{row.share_of_ceiling:.0%}",
                 "" if cold is None else "cold" if cold else "warm",
-            ]))  # fmt: skip
-    shown = [i for i in range(len(heads)) if any(cells[i] for _, cells in body)]
-    return [heads[i] for i in shown], [(row, [cells[i] for i in shown]) for row, cells in body]
+            ])  # fmt: skip
+    shown = [i for i in range(len(heads)) if any(cells[i] for cells in body)]
+    return [heads[i] for i in shown], [[cells[i] for i in shown] for cells in body]
 
 
 def _share_of_link(row: Row) -> str:
@@ -90,15 +91,6 @@ def _share_of_link(row: Row) -> str:
 def _cores_busy(row: Row) -> str:
     share = row.detail.get("cores_busy", {}).get(row.contender)
     return "" if share is None else f"{share:.0%}"
-
-
-def _round_trips(row: Row) -> str:
-    """The median in round trips of the network, and of ours the steps of the plan that need one."""
-    milliseconds, steps = (row.detail.get(name) for name in ("round_trip_ms", "network_steps"))
-    if milliseconds is None:
-        return ""
-    trips = f"{row.median * UNITS[row.unit] * 1e3 / milliseconds:.2f}"
-    return f"{trips} for {steps}" if row.is_ours and steps is not None else trips
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:

@@ -11,9 +11,8 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
-from shardweave.bench.harness.machine import machine, now
 from shardweave.bench.harness.ranks import end_with_parent
-from shardweave.bench.harness.result_file import Missing, Results, Row
+from shardweave.bench.harness.results import Missing, Results, Row
 
 Put = Callable[[str, Row | Missing], None]  # with "rows", "absent" or "faults"
 
@@ -59,14 +58,14 @@ def suite(name: str) -> ModuleType:
     return import_module(f"shardweave.bench.suites.suite_{name}")
 
 
-def measure(cases: Mapping[str, Sequence[str]], scale: str, command: str = "", match: str = "") -> Results:
+def measure(cases: Mapping[str, Sequence[str]], scale: str) -> Results:
     """Measure the cases of each suite in a new process.
 
     Returns:
         The results. A contender without a result is a fault, and so is a process that failed; what it had measured
         before is kept.
     """
-    results = Results(now(), command, scale, {}, match=match)
+    results = Results(scale)
     for name, selected in cases.items():
         status = run_process(name, selected, scale, results.put) if selected else 0
         if status:
@@ -78,7 +77,6 @@ def measure(cases: Mapping[str, Sequence[str]], scale: str, command: str = "", m
             for contender in contenders:
                 if case in selected and (name, case, contender) not in known:
                     results.put("faults", Missing(name, case, contender, "nothing was measured"))
-    results.machine = machine()  # last, because it starts CUDA
     return results
 
 

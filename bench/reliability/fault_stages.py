@@ -1,4 +1,4 @@
-"""The calls that ranks of `faults` make, with exact results: every stage on every rank, several times."""
+"""The calls that ranks of `faults` and of `soak` make, with exact results."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ class Stages:
         yield "combine", self._combine
         yield "token backward", self._token_backward
 
-    def run_all(self) -> None:
-        """Run each stage once."""
-        for _, stage in self:
-            stage(0)
+    def run_all(self, number: int = 0) -> None:
+        """Run each stage once, with the same dispatcher in all rounds."""
+        for name, stage in self:
+            if name != "dispatcher" or self._dispatcher is None:
+                stage(number)
 
     def _redistribute(self, number: int) -> None:
         """Two meetings: a reduction, and a gather of its result."""
@@ -89,8 +90,8 @@ class Stages:
         _check(y.to_local() + 0, whole, "asynchronous")
 
     def _grow(self, number: int) -> None:
-        """An output of a new size each time, in pages that the pool does not have yet."""
-        x, whole = self._sharded((1 << 15) << number, number)
+        """An output of a new size each time, at first in pages that the pool does not have yet."""
+        x, whole = self._sharded((1 << 15) * (1 + number % 3) + number % 9973, number)
         _check(redistribute(x, [Replicate()], transport=self.transport).to_local(), whole, "growth")
 
     def _forward(self, number: int) -> None:

@@ -1,5 +1,5 @@
-"""`make faults`: one of four ranks dies, stops, raises or exits at each of many points, on every
-transport that CPUs have. What the other ranks raise, when, and what is left behind.
+"""`make faults`: one of four ranks dies, stops, raises or exits at each of many points, on every transport that CPUs
+have. What the other ranks raise, when, and what is left behind.
 
     python -m shardweave.bench.reliability.faults --seconds 600
 """
@@ -7,6 +7,7 @@ transport that CPUs have. What the other ranks raise, when, and what is left beh
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..harness.markdown import table
 from ..harness.ranks import end_with_parent
 from .fault_points import KINDS, POINTS, Point, Trap
 from .fault_stages import Stages
@@ -40,6 +42,7 @@ TRANSPORTS = {
     "hierarchical": {"SHARDWEAVE_NODE_SIZE": "2", "SHARDWEAVE_SEGMENTS": "named"},
 }
 """The environment of each, by its name and the kind of its segments."""
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Case(NamedTuple):
@@ -59,15 +62,13 @@ class Outcome:
         reached: whether the victim came to the point.
         errors: of each other rank, the class and the text; an empty class: it raised nothing.
         seconds: from the fault until the last of them raised.
-        named: the ranks whose text names the victim.
-        left: what was left behind: names in /dev/shm, processes, sockets.
+        left: what was left behind: names in /dev/shm, processes.
         again: whether a new group in the processes that survived worked; or what went wrong.
     """
 
     reached: bool = False
     errors: dict[int, tuple[str, str]] = field(default_factory=dict)
     seconds: float = 0.0
-    named: list[int] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     again: str = "not tried"
 
@@ -75,15 +76,16 @@ class Outcome:
         """What breaks the promises of docs/reliability.md; empty if nothing does."""
         if not self.reached:
             return ["the point was not reached"]
-        others = RANKS - 1
-        texts = [f"rank {rank} raised {kind or 'nothing'}: {text}" for rank, (kind, text) in self.errors.items()
-                 if kind not in ("PeerError", "MeetingTimeoutError")]  # fmt: skip
-        if len(self.errors) < others:
+        texts = []
+        for rank, (kind, text) in self.errors.items():
+            if kind not in ("PeerError", "MeetingTimeoutError"):
+                texts.append(f"rank {rank} raised {kind or 'nothing'}: {text}")
+            elif not re.search(rf"\brank {VICTIM}\b", text):
+                texts.append(f"rank {rank} does not name the victim: {text}")
+        if len(self.errors) < RANKS - 1:
             texts.append(f"only ranks {sorted(self.errors)} ended their calls")
         if self.seconds > TIMEOUT + SLACK:
             texts.append(f"raised after {self.seconds:.1f} s")
-        texts += [f"rank {rank} does not name the victim: {text}" for rank, (_, text) in self.errors.items()
-                  if rank not in self.named]  # fmt: skip
         if self.left:
             texts.append(f"left: {', '.join(self.left)}")
         if self.again != "works":
@@ -92,28 +94,7 @@ class Outcome:
 
 
 def all_cases() -> list[Case]:
-    return [
-        Case(point, kind, transport)
-        for point in POINTS
-        for kind in KINDS
-        for transport in TRANSPORTS
-        if not (point.shared and transport == "process_group")
-    ]
-
-
-def listening() -> set[int]:
-    """The ports on which this process listens."""
-    inodes = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            inodes.add(os.readlink(f"/proc/self/fd/{name}").removeprefix("socket:[").removesuffix("]"))
-    ports = set()
-    for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with suppress(OSError), open(path) as lines:
-            for words in map(str.split, lines):
-                if len(words) > 9 and words[3] == "0A" and words[9] in inodes:
-                    ports.add(int(words[1].rpartition(":")[2], 16))
-    return ports
+    return [Case(point, kind, transport) for point in POINTS for kind in KINDS for transport in TRANSPORTS]
 
 
 def _rank_main(case: Case, rank: int, port: int, pipe: Any) -> None:
@@ -123,7 +104,6 @@ def _rank_main(case: Case, rank: int, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_PATIENCE))
     _join(dist.PrefixStore("first", store), rank, RANKS)
-    ports = listening()
     trap = None
     if rank == VICTIM:
         trap = Trap(case.point, case.kind, lambda: pipe.send(("reached", time.monotonic())))
@@ -140,11 +120,9 @@ def _rank_main(case: Case, rank: int, port: int, pipe: Any) -> None:
         _join(dist.PrefixStore("second", store), ranks.index(rank), len(ranks))
         Stages(transport).run_all()
         dist.destroy_process_group()
-        # The connections of the first group were made after the ports were counted.
-        left = sorted(f"port {port}" for port in listening() - ports)
-        pipe.send(("again", "works", left))
+        pipe.send(("again", "works"))
     except Exception as error:
-        pipe.send(("again", f"rank {rank}: {type(error).__name__}: {error}", []))
+        pipe.send(("again", f"rank {rank}: {type(error).__name__}: {error}"))
 
 
 def _join(store: dist.Store, rank: int, size: int) -> None:
@@ -158,12 +136,12 @@ def _run_rounds(case: Case, transport: str, trap: Trap | None) -> None:
     stages = Stages(transport)
     for number in range(ROUNDS):
         for name, stage in stages:
-            here = trap is not None and name == case.point.stage and number == (name != "set-up")
-            if trap is not None and here:
-                trap.arm()
+            here = trap if name == case.point.stage and number == (name != "set-up") else None
+            if here is not None:
+                here.arm()
             stage(number)
-            if trap is not None and here:
-                trap.disarm()
+            if here is not None:
+                here.disarm()
 
 
 def run_case(case: Case) -> Outcome:
@@ -179,60 +157,60 @@ def run_case(case: Case) -> Outcome:
         theirs.close()
     # After the forks: it has a thread.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    pids = {process.pid for process in processes.values()}
-    deadline, reached, raised, victim_ended = time.monotonic() + _PATIENCE, 0.0, 0.0, False
+    deadline, reached, raised = time.monotonic() + _PATIENCE, 0.0, 0.0
     others = [rank for rank in range(RANKS) if rank != VICTIM]
     try:
-        survivors = list(others)
+        victims_end = ""
         for rank, message in _messages(pipes, deadline, lambda: len(outcome.errors) == len(others)):
             if message[0] == "reached":
                 outcome.reached, reached = True, message[1]
             elif rank == VICTIM:
-                victim_ended = True
+                victims_end = message[2]
             else:
                 outcome.errors[rank] = message[2:]
                 raised = max(raised, message[1])
         outcome.seconds = max(raised - reached, 0.0) if outcome.reached else 0.0
-        outcome.named = [r for r, (_, text) in outcome.errors.items() if re.search(rf"\brank {VICTIM}\b", text)]
-        if case.kind == "stop":
+        if case.kind == "stop":  # when it goes on it finds that its peers have failed, and raises as well
             os.kill(processes[VICTIM].pid or 0, signal.SIGCONT)
-            # It finds that its peers have failed, and raises as well.
-            if not victim_ended:
-                end = time.monotonic() + 2 * TIMEOUT
-                _, message = next(_messages({VICTIM: pipes[VICTIM]}, end, lambda: False), (VICTIM, ("nothing",) * 4))
-                if not message[2] or message[0] != "raised":
-                    outcome.left.append("the stopped rank, which did not raise when it went on")
-        if case.kind == "raise":
-            survivors = list(range(RANKS))
+            end = time.monotonic() + 2 * TIMEOUT
+            victims_end = victims_end or next((m[2] for _, m in _messages({VICTIM: pipes[VICTIM]}, end)), "")
+            if not victims_end:
+                outcome.left.append("the stopped rank, which did not raise when it went on")
         if len(outcome.errors) == len(others):
-            for rank in range(RANKS):
-                with suppress(OSError):
-                    pipes[rank].send(survivors)
-            answers: dict[int, tuple[Any, ...]] = {}
-            for rank, message in _messages(
-                {rank: pipes[rank] for rank in survivors}, deadline, lambda: len(answers) == len(survivors)
-            ):
-                if message[0] == "again":
-                    answers[rank] = message
-            wrong = [text for _, text, _ in answers.values() if text != "works"]
-            wrong += [f"rank {rank} did not answer" for rank in survivors if rank not in answers]
-            outcome.again = "; ".join(wrong) or "works"
-            outcome.left += [name for _, _, left in answers.values() for name in left]
+            outcome.again = _again(pipes, list(range(RANKS)) if case.kind == "raise" else others, deadline)
     finally:
         for process in processes.values():
             process.join(5.0 if outcome.again == "works" else 0.0)
             if process.is_alive():
-                if outcome.again == "works":
-                    outcome.left.append(f"process {process.pid}")
+                outcome.left += [f"process {process.pid}"] * (outcome.again == "works")
                 process.kill()
                 process.join()
-        outcome.left += sorted({*_segments_of(pids), *_children()})
+        owners = {str(process.pid) for process in processes.values()}
+        names = [name for name in os.listdir("/dev/shm") if name.startswith("shardweave-")]
+        outcome.left += sorted(name for name in names if name.split("-")[2] in owners)
+        with open(f"/proc/self/task/{os.getpid()}/children") as children:
+            outcome.left += [f"process {pid}" for pid in children.read().split()]
         del store
     return outcome
 
 
+def _again(pipes: dict[int, Any], survivors: list[int], deadline: float) -> str:
+    """Whether a new group of the survivors works; or what went wrong."""
+    answers: dict[int, str] = {}
+    for pipe in pipes.values():
+        with suppress(OSError):
+            pipe.send(survivors)
+    of_survivors = {rank: pipes[rank] for rank in survivors}
+    for rank, message in _messages(of_survivors, deadline, lambda: len(answers) == len(survivors)):
+        if message[0] == "again":
+            answers[rank] = message[1]
+    wrong = [text for text in answers.values() if text != "works"]
+    wrong += [f"rank {rank} did not answer" for rank in survivors if rank not in answers]
+    return "; ".join(wrong) or "works"
+
+
 def _messages(
-    pipes: dict[int, Any], deadline: float, done: Callable[[], bool]
+    pipes: dict[int, Any], deadline: float, done: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[int, tuple[Any, ...]]]:
     """The messages of ranks until `done`, or until all have ended, or until the deadline."""
     live: dict[Any, int] = {pipe: rank for rank, pipe in pipes.items()}
@@ -246,94 +224,48 @@ def _messages(
                 del live[pipe]
 
 
-def _segments_of(pids: Iterable[int | None]) -> list[str]:
-    """The names in /dev/shm of processes that have ended."""
-    owners = {str(pid) for pid in pids}
-    return [name for name in os.listdir("/dev/shm") if name.startswith("shardweave-") and name.split("-")[2] in owners]
-
-
-def _children() -> list[str]:
-    """The processes that this one, or one that it started, left behind."""
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [f"process {pid}" for pid in file.read().split()]
-
-
 def _case_main(case: Case, pipe: Any) -> None:
     end_with_parent()
     os.setpgrp()
-    _adopt_orphans()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what ranks leave behind becomes a child of this process
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)  # warnings of torch about connections that were lost
     os.dup2(null, 1)
     pipe.send(run_case(case))
 
 
-def _adopt_orphans() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-
-
-def run_cases(cases: Sequence[Case], lanes: int, seconds: float, on_outcome: Callable[[Case, Outcome], None]) -> None:
-    """Run cases, several at once, until all are done or the time is over. This process may have no threads."""
-    fork, waiting = get_context("fork"), list(reversed(cases))
-    running: dict[Any, tuple[Case, Any]] = {}
-    end = time.monotonic() + seconds
-    while running or (waiting and time.monotonic() < end):
-        while waiting and len(running) < lanes and time.monotonic() < end:
-            case = waiting.pop()
-            mine, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_case_main, args=(case, theirs))
-            process.start()
-            theirs.close()
-            running[mine] = case, process
-        pipe: Any
-        for pipe in connection.wait(list(running)):
-            case, process = running.pop(pipe)
-            try:
-                outcome = pipe.recv()
-            except (EOFError, OSError):
-                outcome = Outcome(again="the case itself ended")
-            process.join()
-            on_outcome(case, outcome)
-
-
-def _cell(outcome: Outcome | None) -> str:
-    if outcome is None:
-        return "not run"
-    classes = Counter(kind or "nothing" for kind, _ in outcome.errors.values())
-    text = "+".join(sorted({"PeerError": "peer", "MeetingTimeoutError": "timeout"}.get(c, c) for c in classes))
-    return f"{text} {outcome.seconds:.2f} s, {len(outcome.named)}/{RANKS - 1}, {len(outcome.left)}"
+def run_cases(cases: Sequence[Case], seconds: float, on_outcome: Callable[[Case, Outcome], None]) -> None:
+    """Run cases one after another, until all are done or the time is over. This process may have no threads."""
+    fork, end = get_context("fork"), time.monotonic() + seconds
+    for case in cases:
+        if time.monotonic() > end:
+            return
+        mine, theirs = fork.Pipe(duplex=False)
+        process = fork.Process(target=_case_main, args=(case, theirs))
+        process.start()
+        theirs.close()
+        try:
+            outcome = mine.recv()
+        except EOFError:
+            outcome = Outcome(again="the case itself ended")
+        process.join()
+        on_outcome(case, outcome)
 
 
 def print_table(outcomes: dict[Case, Outcome], seconds: float) -> None:
-    """One line for each point and transport; then what went wrong, and the figures of all cases."""
-    rows = []
-    for point in POINTS:
-        for transport in TRANSPORTS:
-            cells = [_cell(outcomes.get(Case(point, kind, transport))) for kind in KINDS]
-            if cells != ["not run"] * len(KINDS):
-                rows.append((point.name, transport, *cells))
-    title = (
-        "What the others raised (peer: PeerError, timeout: MeetingTimeoutError), seconds from the fault until the last "
-        "of them raised, those that name the rank, things left behind"
-    )
-    try:
-        from ..harness.terminal import console_of_tables, print_rows
-    except ImportError:  # rich is an extra
-        print(title)
-        for row in (("point", "transport", *KINDS), *rows):
-            print(" | ".join(row))
-    else:
-        print_rows(console_of_tables(), title, ("point", "transport"), KINDS, rows)
+    """What went wrong, and the figures of all cases, by what the rank did."""
     wrong = {case: faults for case, outcome in outcomes.items() if (faults := outcome.faults())}
     for case, faults in wrong.items():
         print(f"WRONG {case}: {'; '.join(faults)}")
+    rows = []
     for kind in KINDS:
-        of_kind = sorted(o.seconds for case, o in outcomes.items() if case.kind == kind and o.reached)
-        if of_kind:
-            print(f"{kind}: {len(of_kind)} cases, raised after {of_kind[len(of_kind) // 2]:.2f} s in the median, "
-                  f"{of_kind[-1]:.2f} s at most")  # fmt: skip
+        some = [outcome for case, outcome in outcomes.items() if case.kind == kind and outcome.reached]
+        times = sorted(outcome.seconds for outcome in some)
+        classes = Counter(name or "nothing" for outcome in some for name, _ in outcome.errors.values())
+        if some:
+            raised = ", ".join(f"{name} {number}" for name, number in classes.most_common())
+            rows.append((kind, len(some), f"{times[len(times) // 2]:.2f} s", f"{times[-1]:.2f} s", raised))
+    print("\n".join(table(("the rank", "cases", "median until all others raised", "most", "raised"), rows)))
     print(
         f"{len(outcomes)} of {len(all_cases())} cases at {len({case.point for case in outcomes})} points in "
         f"{seconds:.0f} s, timeout {TIMEOUT:g} s: {len(outcomes) - len(wrong)} as promised, {len(wrong)} not"
@@ -343,7 +275,6 @@ def print_table(outcomes: dict[Case, Outcome], seconds: float) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make faults", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0, help="start no case after this time (default: 600)")
-    parser.add_argument("--lanes", type=int, default=2, help="cases at once (default: 2)")
     parser.add_argument("--only", default="", help="cases whose text matches this regular expression")
     parser.add_argument("--seed", type=int, default=0, help="of the order of cases; those of a short run are a sample")
     given = parser.parse_args(arguments)
@@ -354,9 +285,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def note(case: Case, outcome: Outcome) -> None:
         outcomes[case] = outcome
-        print(f"{len(outcomes)}/{len(cases)} {case}: {_cell(outcome)}", file=sys.stderr, flush=True)
+        text = "; ".join(outcome.faults()) or f"as promised, after {outcome.seconds:.2f} s"
+        print(f"{len(outcomes)}/{len(cases)} {case}: {text}", file=sys.stderr, flush=True)
 
-    run_cases(cases, given.lanes, given.seconds, note)
+    run_cases(cases, given.seconds, note)
     print_table(outcomes, time.monotonic() - start)
     return 1 if any(outcome.faults() for outcome in outcomes.values()) else 0
 

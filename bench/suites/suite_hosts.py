@@ -1,6 +1,6 @@
 """Redistributions and token dispatch between hosts, by shardweave and by stock DTensor or torch.distributed's
-all-to-alls, on the same ranks: two hosts of two ranks on this machine, with links of 1 and 10 Gbit/s, other hosts with
-links of 1 Gbit/s, and small tensors on two hosts that are a round trip of 20 ms apart.
+all-to-alls, on the same ranks: two hosts of two ranks on this machine, with links of 1 and 10 Gbit/s, and other hosts
+with links of 1 Gbit/s.
 
 Results are checked first. Bytes are those that enter a host during one call, counted at its link, headers included, of
 the host with most; the bound is what has to enter it, of a sum one value, as if the other hosts had added their terms.
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,7 +35,6 @@ from shardweave.bench.harness.namespaces import HostsUnavailable, congestion_con
 from shardweave.bench.suites.rank_rows import put, result
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
 from shardweave.bench.workloads import Workload, load_workloads
-from shardweave.planner.exchange.steps import Traffic
 from shardweave.runtime.transports.select import current_transports
 
 SUITE = "hosts"
@@ -47,7 +45,6 @@ OTHER_HOSTS = {
     "hosts of 3, 1": [[0, 1, 2], [3]],
 }
 OTHER_GIGABITS = 1.0
-APART, APART_MS, APART_SIDE = "20 ms apart", 20.0, 16  # the time of a round trip
 GIGABITS = {"full": (1.0, 10.0), "quick": (1.0, 10.0), "dry": (10.0,)}
 ROUNDS = {"full": 7, "quick": 3, "dry": 1}
 SIDES = {"full": 2048, "quick": 2048, "dry": 16}
@@ -56,7 +53,6 @@ LAYOUTS = [
     ("R S0", "R S1"),
 ]  # fmt: skip
 EVERYWHERE = 4  # how many of `LAYOUTS`, the first ones, on all hosts, and beside plain messages
-_DISPATCH_STEPS = 3  # counts, rows, and what comes back for them
 _TURN_SECONDS, _WARM_CALLS, _LONGEST = 0.3, 2, 7200.0
 _BYTES_ARE = (
     "received by a host over its link during a call, headers included, of the host with most; of link: the share that "
@@ -75,14 +71,12 @@ class Setting:
         name: what the names of its cases begin with.
         hosts: the ranks of each, which are numbered host by host.
         is_main: whether everything is measured; otherwise some redistributions.
-        round_trip_ms: of a packet and its answer, if they are held back: small tensors are measured.
     """
 
     name: str
     hosts: list[list[int]]
     gigabits: float
     is_main: bool = True
-    round_trip_ms: float = 0.0
 
     @property
     def host_of(self) -> list[int]:
@@ -103,11 +97,11 @@ def settings(scale: str) -> list[Setting]:
     main = [Setting(f"{rate:g} Gbit/s", HOSTS, rate) for rate in GIGABITS[scale]]
     rate = OTHER_GIGABITS
     others = [Setting(f"{name}, {rate:g} Gbit/s", hosts, rate, False) for name, hosts in OTHER_HOSTS.items()]
-    return [*main, *others, Setting(APART, HOSTS, rate, False, APART_MS)]
+    return [*main, *others]
 
 
 def workloads(scale: str, setting: Setting) -> list[Workload]:
-    side = APART_SIDE if setting.round_trip_ms else SIDES[scale]
+    side = SIDES[scale]
     layouts = LAYOUTS if setting.is_main else LAYOUTS[:EVERYWHERE]
     swept = [
         Workload(f"{source} → {target} {side}×{side} float32", "", (2, 2), ("x", "y"), source, target, "float32",
@@ -121,8 +115,6 @@ def workloads(scale: str, setting: Setting) -> list[Workload]:
 
 
 def tokens(scale: str, setting: Setting) -> list[Tokens]:
-    if setting.round_trip_ms:
-        return [Tokens(8, 64, False)]
     if not setting.is_main:
         return []
     if scale == "dry":
@@ -157,7 +149,7 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
         if not wanted:
             continue
         try:
-            with Hosts(setting.hosts, setting.gigabits, delay_ms=setting.round_trip_ms / 2) as hosts:
+            with Hosts(setting.hosts, setting.gigabits) as hosts:
                 by_rank = hosts.run(rank_main, _Selected(wanted, scale, setting), timeout=_LONGEST)
         except HostsUnavailable as unavailable:
             for case, contenders in cases(scale).items():
@@ -198,14 +190,8 @@ def rank_main(rank: int, selected: _Selected) -> list[dict[str, Any]]:
     return results
 
 
-def _detail(setting: Setting, sides: Mapping[str, Callable[[], Any]], network_steps: int) -> dict[str, Any]:
-    """
-    Args:
-        network_steps: in how many steps one after the other our side sends data to other hosts.
-    """
+def _detail(setting: Setting, sides: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     detail = {"bytes are": f"{_BYTES_ARE}; TCP uses {congestion_control()}", "gigabits": setting.gigabits}
-    if setting.round_trip_ms:
-        return {**detail, "round_trip_ms": setting.round_trip_ms, "network_steps": network_steps}
     return {**detail, "cores_busy": {name: busy_share(side, _TURN_SECONDS) for name, side in sides.items()}}
 
 
@@ -231,10 +217,6 @@ def _redistributed(
     program = shardweave.plan(mesh, case.shape, case.dtype, case.source_text, case.target_text, topology=topology)
     if host_group is not None:
         sides[MESSAGES] = plain_messages(program, host_of, rank, itemsize, host_group)
-    network_steps = sum(
-        any(Traffic.of(step.boxes, position, np.asarray(host_of)).received_far for position in range(len(host_of)))
-        for step in program.steps
-    )
     return result(
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),
         faults={side: fault for side, fault in faults.items() if fault},
@@ -242,7 +224,7 @@ def _redistributed(
         box=str([(part.start, part.stop) for part in case.box]),
         bytes={side: bytes_received(call) for side, call in sides.items()},
         bound=bound,
-        detail=_detail(setting, sides, network_steps) | {
+        detail=_detail(setting, sides) | {
             "mesh": list(sizes), "source": case.source_text, "target": case.target_text, "shape": list(case.shape),
             "dtype": str(case.dtype).removeprefix("torch."), "tensor_bytes": math.prod(case.shape) * itemsize,
             "planned_bytes": max(planned_bytes(program, host_of, itemsize)),
@@ -266,12 +248,11 @@ def _dispatched(shape: Tokens, mesh: DeviceMesh, rounds: int, rank: int, setting
             return layers[name](x, ids, weights, None)
 
     sides: dict[str, Callable[[], Any]] = {name: partial(call, name) for name in layers}
-    passes = 1 + shape.backward
-    row = shape.hidden * 4 * passes
+    row = shape.hidden * 4 * (1 + shape.backward)
     return result(
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),
         faults={name: fault for name, fault in faults.items() if fault},
         bytes={name: bytes_received(side) for name, side in sides.items()},
         bound=least_token_bytes([ids for _, ids, _, _ in given], setting.host_of, EXPERTS, row)[setting.host_of[rank]],
-        detail=_detail(setting, sides, _DISPATCH_STEPS * passes) | {"tokens": shape.tokens, "hidden": shape.hidden},
+        detail=_detail(setting, sides) | {"tokens": shape.tokens, "hidden": shape.hidden},
     )

@@ -1,7 +1,7 @@
 """Planning: the time of a plan that is not cached.
 
 Times are of single plans, each of another request, and a sample is one of them: the same request has the same place in
-every run. `bench/planning/plans.py` counts the bytes that plans move.
+every run. `bench/plans.py` counts the bytes that plans move.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
         if name in names:
             sink.begin(name)
             calls = [partial(plan, MESH, n, "float32", a, b, topology=topology) for n, a, b in pairs]
-            sink.row(name, "ours", "ms", milliseconds(calls), paired=True, detail=detail)
+            sink.row(name, "ours", "ms", milliseconds(calls), detail=detail)
     if _DEFAULT_ORDERS in names:
         sink.begin(_DEFAULT_ORDERS)
         _beside_stock(scale, sink)
     if _ONE_RANK in names:
         sink.begin(_ONE_RANK)
         calls = [partial(plan, LARGE, (65537, 4097), "bfloat16", a, b, rank=12345) for a, b in LARGE_PAIRS]
-        sink.row(_ONE_RANK, "ours", "ms", milliseconds(calls), paired=True)
+        sink.row(_ONE_RANK, "ours", "ms", milliseconds(calls))
 
 
 def _beside_stock(scale: str, sink: Sink) -> None:
@@ -95,7 +95,7 @@ def _beside_stock(scale: str, sink: Sink) -> None:
         for side, call in calls.items():
             times.setdefault(side, []).extend(milliseconds([call]))
     for side, samples in times.items():
-        sink.row(_DEFAULT_ORDERS, side, "ms", samples, paired=True, detail={"pairs": len(wanted)})
+        sink.row(_DEFAULT_ORDERS, side, "ms", samples, detail={"pairs": len(wanted)})
 
 
 def requests(count: int, seed: int = 3) -> list[Request]:

@@ -108,14 +108,10 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         {
             "parameters_equal": all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs),
             "parameters": sum(p.numel() for p in models["torch"].parameters()),
-            **counted(),
+            "calls": dict(shardweave.stats().calls),
+            "delegations": dict(shardweave.stats().delegations),
         }
     )
-
-
-def counted() -> dict[str, Any]:
-    """The calls of this rank by transport, and those left to torch by reason."""
-    return {"calls": dict(shardweave.stats().calls), "delegations": dict(shardweave.stats().delegations)}
 
 
 def outcome_of(by_rank: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
@@ -146,9 +142,17 @@ def outcome_of(by_rank: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
 def show(outcome: dict[str, Any]) -> None:
     """Losses and, if they are equal, times."""
     sizes, steps = Sizes(), outcome["steps"]
-    blocks = f"{sizes.blocks} blocks of width {sizes.width} with {sizes.heads} heads,"
-    show_setting(outcome, f"mesh dp{DP} tp{TP}", blocks, DP)
-    show_losses({f"loss, {side}": losses[:steps] for side, losses in outcome["losses"].items()})
+    print(
+        f"{RANKS} ranks on {os.cpu_count()} cores, mesh dp{DP} tp{TP}, torch {torch.__version__}, one thread each.\n"
+        f"{sizes.blocks} blocks of width {sizes.width} with {sizes.heads} heads, {outcome['parameters'] / 1e6:.2f} "
+        f"million float32 parameters; {DP * SEQUENCES} sequences of {LENGTH} bytes a step.\n"
+    )
+    theirs, ours = (outcome["losses"][side] for side in SIDES)
+    print(f"{'step':>6}  {'loss, torch':>16}  {'loss, shardweave':>16}  difference")
+    for step in sorted({round(row * (steps - 1) / (_ROWS - 1)) for row in range(_ROWS)}):
+        a, b = theirs[step], ours[step]
+        print(f"{step + 1:>6}  {a:>16.7f}  {b:>16.7f}  {a - b:.1e}")
+    print()
     if outcome["faults"]:
         print(f"The sides differ ({len(outcome['faults'])} faults), so no times are shown:")
         print("\n".join(f"  {fault}" for fault in outcome["faults"][:_ROWS]))
@@ -169,56 +173,6 @@ def show(outcome: dict[str, Any]) -> None:
         print(f"  {count / steps:g} left to torch: {reason.partition(';')[0]}")
 
 
-def show_setting(outcome: dict[str, Any], mesh: str, blocks: str, replicas: int) -> None:
-    print(
-        f"{RANKS} ranks on {os.cpu_count()} cores, {mesh}, torch {torch.__version__}, one thread each.\n"
-        f"{blocks} {outcome['parameters'] / 1e6:.2f} million float32 parameters; "
-        f"{replicas * SEQUENCES} sequences of {LENGTH} bytes a step.\n"
-    )
-
-
-def show_losses(losses: dict[str, Sequence[float]]) -> None:
-    """Some steps of two sides, the first and the last among them."""
-    (first, a), (second, b) = losses.items()
-    print(f"{'step':>6}  {first:>16}  {second:>16}  difference")
-    for step in sorted({round(row * (len(a) - 1) / (_ROWS - 1)) for row in range(_ROWS)}):
-        print(f"{step + 1:>6}  {a[step]:>16.7f}  {b[step]:>16.7f}  {a[step] - b[step]:.1e}")
-    print()
-
-
-def run_program(
-    run: Callable[..., dict[str, Any]],
-    show: Callable[[dict[str, Any]], None],
-    argv: Sequence[str] | None,
-    prog: str,
-    description: str,
-    **helps: tuple[int, str],
-) -> int:
-    """Run with the options of the command line and show the outcome; returns the exit status: 2 for a bad argument, 1
-    for faults or lost ranks.
-
-    Args:
-        run: takes the options as keyword arguments.
-        helps: default and help of each option.
-    """
-    parser = argparse.ArgumentParser(prog=f"shardweave.bench.suites.{prog}", description=description)
-    for name, (default, text) in helps.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
-    try:
-        outcome = run(**vars(parser.parse_args(argv)))
-    except ArgumentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RanksFailed as failure:
-        print(f"error: the training ends: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print("\n".join(provenance_lines(provenance())) + "\n")
-    show(outcome)
-    return int(bool(outcome["faults"]))
-
-
 def run(steps: int) -> dict[str, Any]:
     """
     Raises:
@@ -231,10 +185,23 @@ def run(steps: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_program(
-        run, show, argv, "training", "Train by stock DTensor and under shardweave, side by side.",
-        steps=(STEPS, "and as many again, timed"),
-    )  # fmt: skip
+    """Train and print; returns the exit status: 2 for a bad argument, 1 for faults or lost ranks."""
+    parser = argparse.ArgumentParser(
+        prog="shardweave.bench.suites.training",
+        description="Train by stock DTensor and under shardweave, side by side.",
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="and as many again, timed (default: %(default)s)")
+    try:
+        outcome = run(parser.parse_args(argv).steps)
+    except ArgumentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RanksFailed as failure:
+        print(f"error: the training ends: {failure}", file=sys.stderr)
+        return 1
+    print("\n".join(provenance_lines(provenance())) + "\n")
+    show(outcome)
+    return int(bool(outcome["faults"]))
 
 
 if __name__ == "__main__":

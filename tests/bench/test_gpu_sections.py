@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardweave.bench.gpu import outcomes, run_sections, section_report
-from shardweave.bench.gpu.run_sections import CACHE, ROWS, main
+from shardweave.bench.gpu.run_sections import ROWS, main
+from shardweave.bench.gpu.section_report import Found
 from shardweave.bench.gpu.sections import SECTIONS, Section
 
 pytestmark = pytest.mark.plan
@@ -63,24 +63,19 @@ STAND_INS = (
 
 
 @pytest.fixture
-def run_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def run_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Found]]:
     """Runs stand-ins for the sections, with files in a folder; their reports."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: one\n")
     (tmp_path / "tests/test_all.py").write_text(TESTS)
     (tmp_path / "tests/test_broken.py").write_text("import no_such_module")
-    (tmp_path / "cache/key").mkdir(parents=True)
-    (tmp_path / "cache/key/kernel.cubin").write_bytes(b"machine code")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # importing hypothesis takes longer than the stand-ins
     monkeypatch.setattr(run_sections, "_PROCESSES", 2)
     monkeypatch.chdir(tmp_path)
 
-    def run(out: str, *arguments: str, sections: tuple[Section, ...] = STAND_INS) -> dict[str, Any]:
+    def run(out: str, *arguments: str, sections: tuple[Section, ...] = STAND_INS) -> dict[str, Found]:
         main(["--out", out, "--test-seconds", "5", *arguments], sections)
-        found = json.loads(Path(out, "gpu.json").read_text())["sections"]
-        assert list(found) == [one.name for one in sections]
-        return found
+        return section_report.write(sections, Path(out, ROWS), False)
 
     return run
 
@@ -108,77 +103,50 @@ for line in {lines}:
 """
 
 
-def test_programs_go_on_after_what_ends_them(run_in: Callable[..., dict[str, Any]]) -> None:
+def test_programs_go_on_after_what_ends_them(run_in: Callable[..., dict[str, Found]]) -> None:
     program = PROGRAM.format(lines=["one", "loses", "two", "dies", "three"], lost=outcomes.LOST)
     for goes_on, seen in ((True, "one\nloses\ntwo\ndies\nthree\n"), (False, "one\nloses\n")):
         section = Section("lines", 60, ("-c", program), goes_on=goes_on)
         found = run_in(f"goes on {goes_on}", sections=(section,))["lines"]
-        assert found["output"] == seen and found["outcome"] in ("failed", "killed")
+        assert found.output == seen and found.outcome in ("failed", "killed")
     dies = Section("lines", 60, ("-c", "import os; print('x', flush=True); os.kill(os.getpid(), 9)"), goes_on=True)
-    assert run_in("dies", sections=(dies,))["lines"]["output"] == "x\n" * (1 + run_sections._MOST_RESTARTS)
+    assert run_in("dies", sections=(dies,))["lines"].output == "x\n" * (1 + run_sections._MOST_RESTARTS)
 
 
-def test_sections_that_die_and_hang_lose_nothing(run_in: Callable[..., dict[str, Any]]) -> None:
+def test_sections_that_die_and_hang_lose_nothing(run_in: Callable[..., dict[str, Found]]) -> None:
     found = run_in("out", "--only", ",".join(one.name for one in STAND_INS[:-1]))
-    assert {name: one["outcome"] for name, one in found.items()} == {
+    assert {name: one.outcome for name, one in found.items()} == {
         "facts": "passed", "first": "passed", "everything": "killed", "fails": "failed", "dies": "killed",
         "sleeps": "timed out", "broken": "failed", "unreached": "not reached",
     }  # fmt: skip
-    assert found["first"]["tests"]["passed"] == 2, "test_passes and the first case of test_after"
+    assert found["first"].tests["passed"] == 2, "test_passes and the first case of test_after"
     counts = {"passed": 4, "failed": 2, "error": 1, "killed": 2, "skipped": 1, "not reached": 0}
-    assert found["everything"]["tests"] == counts
-    how = {one["what"].rpartition("::")[2]: one["how"] for one in found["everything"]["failures"]}
+    assert found["everything"].tests == Counter(counts)
+    how = {what.rpartition("::")[2]: how for what, how, _ in found["everything"].failures}
     del how["everything"]
     assert how == {"test_fails": "failed", "test_dies": "killed", "test_loses_cuda": "failed",
                    "test_teardown": "error", "test_hangs": "killed"}  # fmt: skip
-    assert gone("child") and found["facts"]["output"] == "driver: 1\n" and "begun" in found["dies"]["output"]
+    assert gone("child") and found["facts"].output == "driver: 1\n" and "begun" in found["dies"].output
     page = Path("out/gpu.md").read_text()
     for text in ("one is not two", "illegal memory access", "no compiler", "no_such_module",
                  "1 skipped: no such GPU", "hung: no test ended in 5 s", "killed by signal 9"):  # fmt: skip
         assert text in page, text
     positions = [page.index(f"- **{one.name}: ") for one in STAND_INS]
     assert positions == sorted(positions)
-    assert {path.name for path in Path("out").iterdir()} == {"gpu.json", "gpu.md", ROWS, CACHE}
-
-    # What passed does not run again; what is named does; the cache is back.
-    Path("cache/key/kernel.cubin").unlink()
-    again = run_in("again", "--from", "out", "--only", "unreached", sections=(STAND_INS[1], STAND_INS[-1]))
-    assert Path("cache/key/kernel.cubin").read_bytes() == b"machine code"
-    assert again["first"]["outcome"] == "passed" and again["unreached"]["outcome"] == "killed"
-    started = {row["test"].rpartition("::")[2] for row in outcomes.read(Path("again", ROWS))
-               if row["section"] == "unreached" and row.get("outcome") == "started"}  # fmt: skip
-    assert started == {"test_fails", "test_dies", "test_loses_cuda", "test_teardown"}
+    assert {path.name for path in Path("out").iterdir()} == {"gpu.md", ROWS}
 
 
-def test_wrong_arguments(run_in: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    Path("gpu.json").write_text('{"dry": true, "sections": {}}')
-    Path("no_report").mkdir()
-    Path("no_report/gpu.json").write_text('{"dry": false, "sections": {"facts": {}}}')
-    for arguments, text in (
-        (["--only", "facts,nothing"], "--only: nothing; allowed: facts, first, everything"),
-        (["--from", "nowhere"], "'nowhere/gpu.json'; allowed: the folder of a former run"),
-        (["--from", "."], "--from: a run with --dry; allowed: one as this"),
-        (["--from", "no_report"], "no_report/gpu.json is no report; allowed: that of a former run"),
-    ):
-        with pytest.raises(SystemExit):
-            run_in("out", *arguments)
-        assert text in capsys.readouterr().err
-
-
-def test_status_of_named_sections_and_damaged_cache(
-    run_in: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_named_sections(run_in: Callable[..., dict[str, Found]], capsys: pytest.CaptureFixture[str]) -> None:
     sections = Section("one", 60, ("-c", "pass")), Section("other", 60, ("-c", "raise SystemExit(3)"))
     assert main(["--out", "out", "--only", "one"], sections) == 0
-    whole = Path("out", CACHE).read_bytes()
     assert main(["--out", "out", "--only", "other"], sections) == 1
-    for cut in (0, 10, len(whole) // 2):
-        Path("out", CACHE).write_bytes(whole[:cut])
-        assert main(["--out", "again", "--from", "out", "--only", "one"], sections) == 0
-        assert "kernels are compiled again" in capsys.readouterr().out
+    assert "| other | failed |" in Path("out/gpu.md").read_text()
+    with pytest.raises(SystemExit):
+        run_in("out", "--only", "facts,nothing")
+    assert "--only: nothing; allowed: facts, first, everything" in capsys.readouterr().err
 
 
-def test_terminated_run_ends_its_sections_and_writes_a_report(run_in: Callable[..., dict[str, Any]]) -> None:
+def test_terminated_run_ends_its_sections_and_writes_a_report(run_in: Callable[..., dict[str, Found]]) -> None:
     code = "import os, time; open('child', 'w').write(str(os.getpid())); os.kill(os.getppid(), 15); time.sleep(300)"
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         run_in("out", sections=(Section("sleeps", 60, ("-c", code)),))
@@ -188,16 +156,16 @@ def test_terminated_run_ends_its_sections_and_writes_a_report(run_in: Callable[.
 def test_outcome_of_rows(tmp_path: Path) -> None:
     file, section = tmp_path / ROWS, Section("a", 1, ("tests",))
     end = {"section": "a", "ended": "exit 5", "seconds": 1.0, "text": ""}
-    assert section_report.section_of(section, [end])["outcome"] == "failed", "it has no test"
+    assert section_report.found_of(section, [end]).outcome == "failed", "it has no test"
     skipped = {"section": "b", "test": "x", "outcome": "skipped", "text": "no GPU"}
-    found = section_report.section_of(section, [skipped, {"section": "a", "selected": ["x"]}, end])
-    assert found["outcome"] == "skipped" and found["skipped"] == {"no GPU": 1}
+    found = section_report.found_of(section, [skipped, {"section": "a", "selected": ["x"]}, end])
+    assert found.outcome == "skipped" and found.skipped == {"no GPU": 1}
     outcomes.write(file, section="a", selected=["x", "y", "z"])
     for test, outcome in (("x", "started"), ("x", "passed"), ("x", "error"), ("x", "finished"), ("y", "started")):
         outcomes.write(file, section="a", test=test, outcome=outcome)
     file.write_text(file.read_text() + '{"section": "a", "test": "y", "outc')
-    found = section_report.section_of(section, outcomes.read(file))  # the last row is incomplete
-    assert {state: n for state, n in found["tests"].items() if n} == {"error": 1, "killed": 1, "not reached": 1}
+    found = section_report.found_of(section, outcomes.read(file))  # the last row is incomplete
+    assert found.tests == {"error": 1, "killed": 1, "not reached": 1}
 
 
 def test_every_gpu_test_is_in_a_section() -> None:
@@ -223,10 +191,8 @@ def test_dry_run_without_extras(tmp_path: Path) -> None:
          "--seconds", "2400"],
         cwd=ROOT, env=blocked(tmp_path), capture_output=True, text=True, timeout=2500,
     )  # fmt: skip
-    found = json.loads((tmp_path / "out/gpu.json").read_text())["sections"]
-    assert list(found) == [one.name for one in SECTIONS]
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
-    tests = {name: sum(one["tests"].values()) for name, one in found.items()}
-    assert all(tests[one.name] or one.is_python for one in SECTIONS), tests
-    for name in ("environment", "signal", "one-of-each-kernel", "programs", "targets"):
-        assert found[name]["outcome"] == "passed", found[name]
+    found = section_report.write(SECTIONS, tmp_path / "out" / ROWS, True)
+    assert all(found[one.name].tests or one.is_python for one in SECTIONS), found
+    for name in ("environment", "signal", "one-of-each-kernel", "programs", "targets", "profile"):
+        assert found[name].outcome == "passed", found[name]

@@ -17,17 +17,14 @@ import pytest
 import torch
 from warm_python import run_python
 
-from shardweave.__main__ import main
 from shardweave.bench.baselines.token_kernels import Rival
 from shardweave.bench.gpu import graph_timing, outcomes, targets
-from shardweave.bench.gpu.environment import gpu_machine
 from shardweave.bench.gpu.kernel_cases import Made, cases
 from shardweave.bench.gpu.measuring import Measuring, rotation
-from shardweave.bench.gpu.targets import NO_FIGURE, Target, as_results
+from shardweave.bench.gpu.targets import NO_FIGURE, Target
 from shardweave.bench.gpu.token_cases import LARGE, Shape, VirtualRank, verified
-from shardweave.bench.harness import markdown
 from shardweave.bench.harness.measure import Sink
-from shardweave.bench.harness.result_file import Results, Row, read
+from shardweave.bench.harness.results import Results
 from shardweave.errors import UnsupportedError
 
 pytestmark = pytest.mark.plan
@@ -40,18 +37,12 @@ SMALL = Shape(tokens=40, hidden=16, top_k=3, experts=8, ranks=4)
 def test_dry_run_measures_every_row(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardweave.bench.gpu.targets", "--dry", "--out", str(tmp_path)]
     ran = run_python(command, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=500)
-    assert ran.returncode == 0, ran.stderr
-    (written,) = tmp_path.iterdir()
-    found = read(written, "A")
-    assert found.scale == "dry" and not found.faults
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = [line for line in (tmp_path / "targets.md").read_text().splitlines() if line.startswith("- ")]
     # All that there is a target for; each was verified and timed, and no figure of it is shown.
-    ours = [row for row in found.rows if row.is_ours]
-    assert len([row for row in ours if row.detail["target"] is not None]) >= 21
-    assert {one.contender for one in found.absent} <= {"torchao", "torchtitan"}
-    assert ran.stdout.count(NO_FIGURE) == len(ours) and "met)" not in ran.stdout
-    # The JSON is like that of the suites.
-    assert {row.unit for row in found.rows} == {"µs"} and "kernels" in markdown.as_markdown(found)
-    assert written.name == "gpu_targets.json" and main(["compare", str(written), str(written)]) == 0
+    assert lines == [line for line in ran.stdout.splitlines() if line.startswith("- ")]
+    assert all(NO_FIGURE in line for line in lines) and sum("(target" in line for line in lines) >= 21
+    assert "met)" not in ran.stdout
 
 
 def test_targets_without_gpu_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +56,8 @@ class Bench:
     """Measures into memory; each call returns the seconds that it takes."""
 
     def __init__(self, dry: bool = False) -> None:
-        self.measuring = Measuring(Sink("kernels", Results("", "", "", {}).put), CPU, True, 1, dry=dry)
+        self.measuring = Measuring(Sink("kernels", Results().put), CPU, 1, dry=True)
+        self.measuring.dry = dry
         self.measuring.prepare = lambda calls: (calls[0](), calls[0])[1]  # type: ignore[assignment]  # as a capture calls
 
     def beside(self, ours: Made, rivals: list[Rival]) -> Target:
@@ -88,7 +80,7 @@ def test_wrong_results_are_not_timed() -> None:
     call()
     assert right()
     wrong = Bench().beside(takes(1.0, False), [])
-    assert wrong.value is None and wrong.shown(False) == "not measured: the result is wrong" and wrong.wrong
+    assert wrong.value is None and wrong.shown(False) == "not measured: the result is wrong" and wrong.failed
 
 
 def test_ratio_is_to_the_fastest_and_names_absent_rivals() -> None:
@@ -101,10 +93,10 @@ def test_ratio_is_to_the_fastest_and_names_absent_rivals() -> None:
     others += [Rival("uncaptured", lambda: (lambda: next(results), lambda: True)), Rival("nothing", absent)]
     line = Bench().beside(takes(2e-6), others)
     assert line.value == pytest.approx(1.5), line
-    assert line.met and not line.wrong
+    assert line.met and not line.failed
     text = line.shown(False)
-    assert text.startswith("1.50 × slow 6 µs; fast 3 µs; ")
-    assert set(text.split("; ")[2:]) == {
+    assert text.startswith("1.50 ×, ours 2 µs; slow 6 µs; fast 3 µs; ")
+    assert set(text.split("; ")[3:]) == {
         "wrong: the result is wrong", "nothing: ModuleNotFoundError: No module named 'nothing'",
         "uncaptured: StopIteration: ",
     }  # fmt: skip
@@ -115,7 +107,7 @@ def test_ratio_is_to_the_fastest_and_names_absent_rivals() -> None:
     failing = Bench(dry=True).beside(takes(2e-6), [Rival("fails", lambda: takes(1 / 0))])
     assert failing.value is None and "ZeroDivisionError" in failing.shown(True)
     alone = Bench().beside(takes(2e-6), [Rival("nothing", absent)])
-    assert alone.value is None and "not measured: nothing to compare with; nothing: " in alone.shown(False)
+    assert alone.value is None and "not measured: nothing to compare with; ours 2 µs; nothing: " in alone.shown(False)
 
 
 Measure = Callable[[Measuring, str], object]
@@ -129,8 +121,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, *measure: Measure) -> None:
             yield Target(f"line {number}", "µs", 9.0, False, partial(one, measuring))
 
     monkeypatch.setattr(targets, "targets", few)
-    monkeypatch.setattr(targets, "gpu_machine", lambda device: gpu_machine(CPU))
-    monkeypatch.setattr(targets, "clocks", lambda device: {})
+    monkeypatch.setattr(targets, "described", lambda device: {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(targets, "Measuring", lambda sink, *_, **__: SimpleNamespace(sink=sink, dry=False))
@@ -174,9 +165,12 @@ def test_lines_go_on_after_one_that_loses_cuda(tmp_path: Path, monkeypatch: pyte
     assert ended.value.code == outcomes.LOST
     assert targets.main([*out, "--go-on"]) == 0
     assert measured == ["line 0", "line 1", "line 2"]
-    found = read(tmp_path / "gpu_targets.json", "A")
-    assert [row.case for row in found.rows] == ["line 0", "line 2"]
-    assert [(one.case, "illegal memory access" in one.why) for one in found.absent] == [("line 1", True)]
+    found = [line for line in (tmp_path / "targets.md").read_text().splitlines() if line.startswith("- ")]
+    assert [line.split(": ")[:2] for line in found] == [
+        ["- line 0", "1.00 µs, ours 1 µs (target ≤ 9 µs"], ["- line 1", "not measured"],
+        ["- line 2", "1.00 µs, ours 1 µs (target ≤ 9 µs"],
+    ]  # fmt: skip
+    assert "illegal memory access" in found[1]
 
 
 def test_every_case_counts_the_bytes_that_it_moves() -> None:
@@ -213,41 +207,6 @@ def test_calls_are_timed_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     run = graph_timing.in_graph([lambda: calls.__setitem__(0, calls[0] + 1)] * 2)
     assert calls[0] == 2 + 2 + 2 + 2 * 50, "both outside of either graph, then one and fifty of each"
     assert run() == pytest.approx(1e-6)
-
-
-def test_round_by_the_clock_is_as_long_as_it_has_to_be() -> None:
-    calls: list[int] = []
-    graph_timing.by_the_clock([lambda: calls.append(1)] * 2, 0.0)()
-    assert len(calls) == 2
-    graph_timing.by_the_clock([lambda: calls.append(1)], 1e-3)()
-    assert len(calls) > 10
-
-
-def line(case: str, unit: str, bound: float | None, at_least: bool, missing: str = "", **rows: Row) -> Target:
-    return Target(case, unit, bound, at_least, lambda case: None, rows, {"ours": missing} if missing else {})
-
-
-def row(case: str, contender: str, median: float, unit: str = "µs", **rest: Any) -> Row:
-    return Row("kernels", case, contender, unit, (median,), **rest)
-
-
-def test_result_file_has_the_target_beside_the_row_of_ours() -> None:
-    ours, copied = row("copy", "ours", 3.0, bytes=64, share_of_ceiling=0.5), row("copy", "copy", 1.5)
-    lines = [
-        line("copy", "of the ceiling", None, True, ours=ours, copy=copied),
-        line("host", "µs", 15.0, False, ours=row("host", "ours", 9.0)),
-    ]
-    lines[0].missing["torchao"] = "not installed"
-    wrong = line("wrong", "µs", 15.0, False, "the result is wrong")
-    wrong.wrong = True
-    found = as_results([*lines, wrong], {"gpus": []}, False, "x")
-    assert [(r.case, r.contender, r.median) for r in found.rows] == [
-        ("copy", "ours", 3.0), ("copy", "copy", 1.5), ("host", "ours", 9.0)
-    ]  # fmt: skip
-    assert (found.rows[0].bytes, found.rows[0].share_of_ceiling) == (64, 0.5) and not found.rows[1].detail
-    assert found.rows[2].detail == {"target": 15.0, "at least": False, "reached": 9.0, "of": "µs", "met": True}
-    assert [(one.case, one.contender) for one in found.absent] == [("copy", "torchao")]
-    assert [one.case for one in found.faults] == ["wrong"]
 
 
 @pytest.fixture(scope="module")

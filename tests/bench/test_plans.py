@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardweave.bench.planning.plans import EVEN, byte_table, measure
+from shardweave.bench.plans import EVEN, byte_table, measure
 from shardweave.bench.suites import suite_plan
 
 pytestmark = pytest.mark.plan

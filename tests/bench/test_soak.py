@@ -1,35 +1,26 @@
-"""`make soak`, in short: every tenth result is verified, and what it watches can fail."""
+"""`make soak`, in short, and that what it watches can fail."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 
 from shardweave.bench.harness.ranks import RanksFailed
-from shardweave.bench.reliability import soak_calls
-from shardweave.bench.reliability.soak import Report, growing, soak
+from shardweave.bench.reliability import fault_stages
+from shardweave.bench.reliability.soak import faults, soak
 
 
 @pytest.mark.multi
-def test_random_calls_are_right_and_memory_is_flat(capsys: pytest.CaptureFixture) -> None:
-    report = soak(60.0, 160, 30, verify_every=10)
-    (done,) = {tuple(message["done"]) for message in report.end}
-    assert done == (160, 30)
-    assert all(redistributions >= 8 and dispatches == 3 for redistributions, dispatches in
-               (message["verified"] for message in report.end))  # fmt: skip
-    assert [message["unbounded"] for message in report.end] == [[]] * 4
-    report.print((1600, 300))
-    text = capsys.readouterr().out
-    assert "160 redistributions and 30 dispatches" in text and "at this rate 1600 and 300 take" in text
+def test_all_rounds_are_run() -> None:
+    samples = soak(60.0, 22)
+    assert [message["rounds"] for message in samples[-1]] == [22] * 4
 
 
-@pytest.mark.long
 @pytest.mark.multi
 def test_wrong_result_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak_calls, "wanted", lambda request, seed: soak_calls.whole_of(request, seed) + 1)
+    right = fault_stages._check
+    monkeypatch.setattr(fault_stages, "_check", lambda got, want, stage: right(got, want + (stage == "batch"), stage))
     with pytest.raises(RanksFailed):
-        soak(60.0, 50, 1, verify_every=1, transports=("shared_memory",))
+        soak(60.0, 2)
 
 
 @pytest.mark.plan
@@ -41,18 +32,13 @@ def test_growth_in_the_second_half_is_a_fault() -> None:
         "mappings": 400.0,
         "/dev/shm, names": 0.0,
     }
-    end = {"done": [8, 2], "seconds": 1.0, "cpu": 1.0, "verified": [1, 1], "unbounded": [], "growing": []}
 
-    def faults(**changed: float) -> list[str]:
-        report = Report()
+    def found(**changed: float) -> list[str]:
+        samples = []
         for number in range(4):
-            grown = {name: flat[name] + number * value for name, value in changed.items()}
-            report.add(f"sample {number}", [{"done": [number, 0], "seconds": 1.0, **flat}, {**flat, **grown}])
-        report.add("end", [end, end])
-        return report.faults()
+            samples.append([flat, {**flat, **{name: flat[name] + number * by for name, by in changed.items()}}])
+        return faults(samples)
 
-    assert faults() == faults(descriptors=1.0) == []
+    assert found() == found(descriptors=1.0) == []
     for name, amount in (("RSS, MiB", 20.0), ("descriptors", 5.0), ("/dev/shm, names", 1.0), ("mappings", 50.0)):
-        assert len(faults(**{name: amount})) == 1 and faults(**{name: amount})[0].startswith(f"{name} grew")
-    assert Report().faults() == ["the run did not end"]
-    assert growing(Counter(a=10, b=4000), Counter(a=2000, b=4100)) == ["a: 10 → 2000"]
+        assert len(found(**{name: amount})) == 1 and found(**{name: amount})[0].startswith(f"{name} grew")

@@ -17,9 +17,8 @@ import torch
 
 from shardweave import __main__ as command_line
 from shardweave.bench.harness.writable import check_writable
-from shardweave.cli import demo
-from shardweave.cli.commands import parsing
-from shardweave.cli.commands.bench import PROGRAMS
+from shardweave.cli import demo, parsing
+from shardweave.cli.bench import PROGRAMS
 from shardweave.errors import ArgumentError
 from shardweave.planner import ITEMSIZE, NVLINK_NODE
 
@@ -32,10 +31,10 @@ def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) ->
         command_line.main([name, "--help"])
     printed = capsys.readouterr().out
     assert end.value.code == 0 and f"usage: shardweave {name}" in printed
-    assert " ".join(command_line._COMMANDS[name].HELP.split())[1:] in " ".join(printed.split())
+    assert " ".join(command_line._COMMANDS[name].split())[1:] in " ".join(printed.split())
     listed = re.findall(r"^  (\S.*)\n(?=(.*))", printed[printed.index("options:") :], re.MULTILINE)
     assert listed and all("  " in option or after.startswith("    ") for option, after in listed), "without a help text"
-    assert " ".join(command_line._COMMANDS[name].HELP.split()) in " ".join(command_line._parser().format_help().split())
+    assert " ".join(command_line._COMMANDS[name].split()) in " ".join(command_line._parser().format_help().split())
 
 
 def test_bench_help_lists_programs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,21 +44,19 @@ def test_bench_help_lists_programs(capsys: pytest.CaptureFixture[str]) -> None:
         file.relative_to(folder) for file in folder.rglob("*.py") if '__name__ == "__main__"' in file.read_text("utf-8")
     ]
     programs = {".".join(file.with_suffix("").parts) for file in files}
-    assert programs - {"gpu.environment", "gpu.run_sections", "gpu.host_work"} == set(PROGRAMS)
+    assert programs - {"gpu.environment", "gpu.run_sections", "gpu.host_work", "gpu.profile_calls"} == set(PROGRAMS)
     with pytest.raises(SystemExit):
         command_line.main(["bench", "--help"])
     assert ", ".join(PROGRAMS) in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("command", "called"), [("demo", "the demo"), ("doctor", "the doctor"), ("calibrate", "calibrate")]
-)
+@pytest.mark.parametrize("command", ["demo", "doctor", "calibrate", "replay"])
 def test_commands_require_rich(
-    command: str, called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     assert command_line.main([command]) == 2
-    assert capsys.readouterr().err == f"error: {called} needs rich: pip install 'shardweave[cli]'\n"
+    assert capsys.readouterr().err == f"error: {command} needs rich: pip install 'shardweave[cli]'\n"
 
 
 def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +73,7 @@ def test_plan_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
         assert ", rank 5\n" in capsys.readouterr().out
 
 
-RESULTS = Path(command_line.__file__).parent / "bench/results/intel-r-xeon-r-processor-2-cores/quick.json"
+TRACE = Path(command_line.__file__).parent / "bench/workloads/recorded/solver.json"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +85,7 @@ RESULTS = Path(command_line.__file__).parent / "bench/results/intel-r-xeon-r-pro
 )
 @pytest.mark.parametrize(
     "arguments",
-    ["plan --mesh 64 --shape 8192,64 S0 S1 --json", f"compare {RESULTS} {RESULTS}", "dispatch --help"],
+    ["plan --mesh 64 --shape 8192,64 S0 S1 --json", f"replay {TRACE}", "dispatch --help"],
     ids=lambda text: text.split()[0],
 )
 def test_output_that_cannot_be_written(arguments: str, redirection: str, status: int, error: str) -> None:
@@ -136,7 +133,7 @@ def test_output_files_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(ArgumentError, match=f"^--json: '{path}' cannot be written; allowed: a file in a folder"):
             check_writable("--json", path)
     for command in ("demo", "bench", "doctor", "calibrate"):
-        option = "--out" if command == "calibrate" else "--json"
+        option = "--out" if command in ("bench", "calibrate") else "--json"
         assert command_line.main([command, option, str(tmp_path)]) == 2
         assert f"error: {option}: '{tmp_path}' cannot be written" in capsys.readouterr().err
 
@@ -220,7 +217,6 @@ def test_files_without_an_end_are_refused(tmp_path: Path, capsys: pytest.Capture
     for arguments, path, text in (
         ([*PLAN, "--topology", "/dev/zero"], "/dev/zero", "cannot be read: File too large; allowed: nvlink"),
         (["replay", "/dev/zero"], "/dev/zero", "cannot be read: File too large; allowed: a trace"),
-        (["compare", "/dev/zero", "/dev/zero"], "/dev/zero", "cannot be read: File too large; allowed: what"),
         ([*PLAN, "--topology", str(pipe)], pipe, "cannot be read: an empty pipe that no process has open for writing"),
         (["replay", str(pipe)], pipe, "cannot be read: an empty pipe that no process has open for writing; allowed"),
     ):

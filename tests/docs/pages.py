@@ -36,7 +36,7 @@ NOT_RUN = {
     "make check": "is what CI runs",
     "make docs": "test_generated.py makes the same, and compares",
     "make docs-site": "is what CI builds in make check",
-    "make bench": "takes minutes; test_suites.py runs every suite on tiny sizes, and the comparison",
+    "make bench": "takes minutes; test_suites.py runs every suite on tiny sizes",
     "make test-long": "takes longer than CI may; tests themselves",
     "make test-nightly": "takes longer than CI may; the same tests with more requests",
     "make nightly": "is make test, make test-nightly and make test-torch",

@@ -25,5 +25,5 @@ def start_hosts() -> Callable[..., Hosts]:
     return _started
 
 
-def _started(ranks: Any, gigabits: float = 1.0, delay_ms: float = 0.0) -> Hosts:
-    return Hosts(ranks, gigabits, rank_context(), delay_ms)
+def _started(ranks: Any, gigabits: float = 1.0) -> Hosts:
+    return Hosts(ranks, gigabits, rank_context())

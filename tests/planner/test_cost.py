@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from random_requests import Request, random_requests
 
 from shardweave import NVLINK_INFINIBAND, NVLINK_NODE, Layout, Link, Mesh
-from shardweave.bench.planning import scale
 from shardweave.planner import MachineFigures, found_topology
 from shardweave.planner.cost import priced_ranks
 from shardweave.planner.cost.step_cost import step_price
@@ -55,11 +55,11 @@ def test_step_price_of_sampled_ranks_of_one_node(monkeypatch: pytest.MonkeyPatch
         assert (us // 1 >= 5 + peers) == (peers > 0) and us < 10 + peers
 
 
-SAMPLED_CASES = [case for case in scale.random_cases(256, 45, seed=7) if case.family != "strided"]
+SAMPLED_CASES = [case for case in random_requests(256, 45, seed=7) if case.family != "strided"]
 
 
 @pytest.mark.parametrize("case", SAMPLED_CASES, ids=lambda case: f"{case.mesh} {case.source} -> {case.target}")
-def test_search_with_sampled_ranks(case: scale.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_with_sampled_ranks(case: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     """Priced on all ranks, the path that a search finds with sampled ranks is as good as that which it finds with all,
     and the lower bound of sampled ranks is none above that."""
     mesh = Mesh(case.mesh)

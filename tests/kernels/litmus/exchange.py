@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import _NAMES, Specialisation, _as_compiled, _binder
-from shardweave.bench.suites.suite_host import Alone
+from shardweave.bench.gpu.lone_rank import Alone
 from shardweave.kernels import (
     Failure,
     StridedBoxes,

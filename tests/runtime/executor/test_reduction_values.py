@@ -85,6 +85,23 @@ def test_special_values_pass_and_replicas_are_equal(op: str, dtype: torch.dtype)
 
 
 @pytest.mark.plan
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.itemsize < 4], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_small_floats_are_rounded_once(op: str, dtype: torch.dtype, ranks: int) -> None:
+    """Of positive terms the result is within half a unit in the last place of that in float64."""
+    terms = torch.rand(ranks, 257, generator=torch.Generator().manual_seed(ranks), dtype=torch.float64)
+    terms = ((7 + 2 * terms) / 8 if op == "product" else (1 + 7 * terms) / 8).to(dtype)
+    program = shardweave.plan((ranks,), (257,), str(dtype).removeprefix("torch."), OPS[op], "R")
+    found, whole = shardweave.simulate(program, list(terms))[0].double(), terms.double()
+    reduced = {"sum": whole.sum(0), "avg": whole.mean(0), "product": whole.prod(0)}
+    want = reduced[op] if op in reduced else getattr(whole, f"a{op}")(0)
+    limits = torch.finfo(dtype)
+    last_place = torch.ldexp(torch.tensor(limits.eps), torch.frexp(want.clamp(min=limits.smallest_normal))[1] - 1)
+    assert ((found - want).abs() / last_place).max() <= (0 if op in ("max", "min") else 0.5 + 1e-3)
+
+
+@pytest.mark.plan
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_rows_alone_have_the_bits_of_rows_inside_a_larger_tensor(op: str, dtype: torch.dtype) -> None:

@@ -143,7 +143,7 @@ def without_room(rank: int) -> None:
 def crossing(rank: int) -> None:
     """Count what kernels load from the memory of other ranks, and store there: a row for each token and rank that has
     experts of it, counts, and tables."""
-    from shardweave.bench.gpu.count_work import Counts
+    from accesses import Counts
 
     ranks, settings = dist.get_world_size(), {**SETTINGS, "top_k": 4}
     d = TokenDispatcher(**settings, transport="symmetric_memory", dedupe=True)

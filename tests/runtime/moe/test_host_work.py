@@ -85,8 +85,7 @@ def counts() -> tuple[dict[str, dict[str, Any]], list[str]]:
     from stub_libcuda import kernels_on_the_cpu
     from sync_guard import seen_inside
 
-    from shardweave.bench.gpu.host_work import Mirror, MirrorTransport
-    from shardweave.bench.suites.suite_host import TIMEOUT, Alone, alone_among
+    from shardweave.bench.gpu.lone_rank import TIMEOUT, Alone, Mirror, MirrorTransport, alone_among
     from shardweave.kernels import launch
     from shardweave.runtime.moe import dispatcher as dispatcher_module
     from shardweave.runtime.moe.dispatcher import TokenDispatcher

@@ -1,6 +1,6 @@
 """torch's plans and shardweave's plans over pairs of layouts: bytes, collectives and peak memory.
 
-`python -m shardweave.bench.planning.plans --out FILE` makes and counts plans; nothing is timed (`bench plan` does that)
+`python -m shardweave.bench.plans --out FILE` makes and counts plans; nothing is timed (`bench plan` does that)
 or communicated. torch's plans come from its own planner, and its collectives are counted as issued: shards padded to
 the largest of their group, all-reduce as reduce-scatter and all-gather, all-to-all as a true one.
 
@@ -26,11 +26,11 @@ import shardweave
 from shardweave import Layout, Mesh
 from shardweave.planner import Placement, plan
 
-from ...errors import ArgumentError
-from ..baselines.stock_plans import Counted, count_stock, stock
-from ..harness.machine import provenance
-from ..harness.markdown import provenance_lines, table
-from ..harness.writable import check_writable
+from ..errors import ArgumentError
+from .baselines.stock_plans import Counted, count_stock, stock
+from .harness.machine import provenance
+from .harness.markdown import provenance_lines, table
+from .harness.writable import check_writable
 
 MESHES = ((2, 2), (2, 4), (2, 2, 2), (4, 2, 2))
 EVEN = ((4096,), (1024, 512), (256, 128, 64))

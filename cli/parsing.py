@@ -1,19 +1,17 @@
-"""Argument types and decorators for several commands."""
+"""Argument types for several commands."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
-from ...errors import ArgumentError, UnsupportedError, shown
-from ...planner import ITEMSIZE, TOPOLOGIES, Topology
-from ...runtime.environment import BYTES, bytes_of
-from ...runtime.text_files import read_text
+from ..errors import ArgumentError, shown
+from ..planner import ITEMSIZE, TOPOLOGIES, Topology
+from ..runtime.environment import BYTES, bytes_of
+from ..runtime.text_files import read_text
 
-Run = Callable[[argparse.Namespace], int]
 _SHORT_DTYPES = {
     **{"bf16": "bfloat16", "half": "float16", "float": "float32", "double": "float64", "cfloat": "complex64"},
     **{"chalf": "complex32"},
@@ -103,13 +101,3 @@ def topology(name: str | None) -> Topology | None:
 def shown_error(error: Exception) -> str:
     """The text of an exception without the name of the file, which may be long."""
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
-
-
-def need_rich(command: str) -> None:
-    """Check that rich is installed.
-
-    Raises:
-        UnsupportedError: it is not.
-    """
-    if find_spec("rich") is None:
-        raise UnsupportedError(f"{command} needs rich: pip install 'shardweave[cli]'")

@@ -1,1 +1,0 @@
-"""Plans without communication: their bytes, and their prices at scale."""
