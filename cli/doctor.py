@@ -291,7 +291,7 @@ def run(as_json: Path | None = None) -> int:
     """
     check_writable("--json", as_json)
     findings = examine()
-    console = console_of_tables(plain_width=120, least_width=0)
+    console = console_of_tables(plain_width=120)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     section = None
     for finding in findings:

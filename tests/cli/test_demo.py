@@ -81,8 +81,9 @@ def test_demo_removes_named_segments() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert not segments_of_the_dead()
     lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rstrip() for line in done.stdout.splitlines()]
-    # A table for each transport.
-    assert sum(line.startswith("order/swap") and "S0 S1 → S1 S0" in line for line in lines) == 2
+    # One block for each transport, and no table.
+    assert sum(line.startswith("case               order/swap") for line in lines) == 2
+    assert lines.count("layouts            S0 S1 → S1 S0") == 2 and "│" not in done.stdout
 
 
 @pytest.mark.multi

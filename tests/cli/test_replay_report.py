@@ -85,8 +85,9 @@ def test_scaled_and_left_out_cases_are_stated() -> None:
     assert "eighth" not in text and "3 calls of 37.5 KiB" in text and text.count("[800, 48]") == 2
 
 
-@pytest.mark.parametrize("width", [150, 170])
-def test_cases_are_rows_of_a_table(width: int) -> None:
+@pytest.mark.parametrize("width", [80, 100, 120, 149, 150, 170])
+def test_cases_fit_into_the_terminal(width: int) -> None:
+    """A table, or under 150 columns a block of a few lines for each case."""
     mesh = Mesh((2, 2), ("data_parallel_replicas", "tensor_parallel_inside_node"))
     entry = Entry(mesh, None, (4, 8, 16, 32, 4), "float8_e4m3fn", "S0 S0 @ 0:1,0", "S4 S3", "decoder_layer.py:1017 f")
     trace = Trace("2.13.0", 4, (0,), {entry: Cost(12, 4096)})
@@ -95,4 +96,11 @@ def test_cases_are_rows_of_a_table(width: int) -> None:
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= width
     shown = lines[: next(number for number, line in enumerate(lines) if line.startswith("A time is"))]
-    assert any("│  cold" in line for line in shown)
+    if width >= 150:
+        assert any("│  cold" in line for line in shown)
+    else:
+        assert "│" not in text and len(shown) <= 18
+        for line in ("where    decoder_layer.py:1017 f", "layouts  S0 S0 @ 0:1,0 → S4 S3"):
+            assert shown.count(line) == 2
+        assert "mesh     2×2 (data_parallel_replicas, tensor_parallel_inside_node)" in shown
+        assert "torch ms 3.000 ±  0%" in text and "received 4 KiB" in text
