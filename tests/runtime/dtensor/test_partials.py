@@ -77,6 +77,7 @@ def test_gather_along_the_sharded_dim() -> None:
 def norms(rank: int) -> None:
     """Partial norms of a tensor to each layout, against float64."""
     stats = shardweave.stats()
+    shardweave.install()
     for mesh_shape in [(4,), (2, 2), (4, 1)]:
         mesh = init_device_mesh("cpu", mesh_shape)
         for p, dtype in product((1, 2, 3.5), (torch.float32, torch.float64)):
@@ -90,11 +91,10 @@ def norms(rank: int) -> None:
                     partial = [_NormPartial(p)] * mesh.ndim
                     expected = [target if m == at else source for m in range(mesh.ndim)]
                     tensor = DTensor.from_local(local, mesh, partial, run_check=False)
-                    with shardweave.installed():
-                        stats.reset()
-                        found = tensor.redistribute(placements=expected)
-                        assert not stats.delegations, stats.delegations
-                        whole = found.full_tensor()
+                    stats.reset()
+                    found = tensor.redistribute(placements=expected)
+                    assert not stats.delegations, stats.delegations
+                    whole = found.full_tensor()
                     exact = terms.pow(p).sum(0).pow(1 / p)
                     # Powers and roots have an error of a few ulp each, the sum of 4 terms of at most 3.
                     eps = torch.finfo(dtype).eps

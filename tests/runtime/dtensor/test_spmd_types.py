@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -92,18 +92,28 @@ def same(a: Outcome, b: Outcome) -> bool:
     )
 
 
-def assert_same(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, carried: int | None = None) -> Outcome:
-    """Assert that ours is stock's, and, if given, that this many collectives were carried out and none left."""
+Case = tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, int | None]
+"""A call, its argument, and how many of its collectives shardweave carries out, if that is known."""
+
+
+def assert_all_same(cases: Sequence[Case]) -> list[Outcome]:
+    """Assert that ours is stock's, and that as many collectives were carried out and none left."""
     shardweave.uninstall()
-    stock = outcome(call, x)
+    stock = [outcome(call, x) for call, x, _ in cases]
     shardweave.install(spmd_types=True)
-    shardweave.stats().reset()
-    ours = outcome(call, x)
-    assert same(ours, stock), (call, x.shape, x.dtype, ours, stock)
-    if carried is not None and x.numel():
-        counters = shardweave.stats()
-        assert (sum(counters.calls.values()), dict(counters.delegations)) == (carried, {}), (call, x.shape)
-    return ours
+    found = []
+    for (call, x, carried), theirs in zip(cases, stock, strict=True):
+        shardweave.stats().reset()
+        found.append(ours := outcome(call, x))
+        assert same(ours, theirs), (call, x.shape, x.dtype, ours, theirs)
+        if carried is not None and x.numel():
+            counters = shardweave.stats()
+            assert (sum(counters.calls.values()), dict(counters.delegations)) == (carried, {}), (call, x.shape)
+    return found
+
+
+def assert_same(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Outcome:
+    return assert_all_same([(call, x, None)])[0]
 
 
 def exchanges(src: Any, dst: Any) -> int:
@@ -119,9 +129,10 @@ def every_redistribution(rank: int) -> int:
     give_gloo_all_to_all()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     axes = [(4, dist.group.WORLD), (2, mesh.get_group("b"))]
-    types, done = [R, I, V, P, S(0), S(1), S(-2)], 0
-    cases = [(torch.float32, False), (torch.bfloat16, True), (torch.int64, False)]
-    for (n, axis), src, dst, (dtype, strided) in product(axes, types, types, cases):
+    types = [R, I, V, P, S(0), S(1), S(-2)]
+    dtypes = [(torch.float32, False), (torch.bfloat16, True), (torch.int64, False)]
+    cases: list[Case] = []
+    for (n, axis), src, dst, (dtype, strided) in product(axes, types, types, dtypes):
         dims = {getattr(t, "dim", 0) % 2 for t in (src, dst)}
         both_varying = all(t is V or isinstance(t, S) for t in (src, dst))
         call = partial(spmd.redistribute, axis=axis, src=src, dst=dst, backward_options={"op_dtype": torch.float32})
@@ -130,10 +141,10 @@ def every_redistribution(rank: int) -> int:
             expected = (2 if len(dims) == 2 else 0) if both_varying else exchanges(src, dst)
         if both_varying and len(dims) == 2 and V in (src, dst):
             expected = 0  # spmd_types returns the tensor itself
-        got = assert_same(call, values(rank, n, 2 * n, dtype=dtype, strided=strided), expected)
-        assert isinstance(got[0], torch.Tensor), got
-        done += 1
-    return done
+        cases.append((call, values(rank, n, 2 * n, dtype=dtype, strided=strided), expected))
+    found = assert_all_same(cases)
+    assert all(isinstance(got[0], torch.Tensor) for got in found), found
+    return len(found)
 
 
 @needs_spmd_types
@@ -163,10 +174,12 @@ def collectives_by_argument(rank: int) -> None:
             cases.append((2, shape, partial(spmd.all_to_all, split_dim=dim, concat_dim=other)))
             if other != dim:
                 cases.append((2, shape, partial(spmd.all_to_all, src=S(other), dst=S(dim))))
-    for carried, shape, call in cases:
-        for strided in (False, True):
-            strided = strided and call.func is not spmd.all_reduce  # which refuses it
-            assert_same(partial(call, axis=axis), values(rank, *shape, strided=strided), carried)
+    assert_all_same([
+        # all_reduce refuses strided tensors.
+        (partial(call, axis=axis), values(rank, *shape, strided=strided and call.func is not spmd.all_reduce), carried)
+        for carried, shape, call in cases
+        for strided in (False, True)
+    ])  # fmt: skip
 
 
 @needs_spmd_types
