@@ -3,6 +3,7 @@ definitions."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from shardweave.kernels import (
     locate_rows,
     push_rows,
     weigh_rows,
+    why_not_compiled,
 )
 from shardweave.kernels.tokens.combine_rows import combine_rows_reference
 
@@ -41,13 +43,17 @@ NAN = float("nan")
 def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "without loops":
         without_loops(monkeypatch)
+    elif importlib.util.find_spec("numba") is None:
+        pytest.skip("numba is not installed; it comes with shardweave[cpu]")
+    else:
+        assert why_not_compiled() is None
 
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    monkeypatch.setattr("shardweave.kernels.cpu_code.compile._PARALLEL", 64)
+    monkeypatch.setattr("shardweave.kernels.tokens.compiled_loops._PARALLEL", 64)
     yield
     torch.set_num_threads(before)
 
