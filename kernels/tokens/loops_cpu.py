@@ -87,18 +87,22 @@ def sums(dtype: torch.dtype) -> tuple[Callable[..., None], Any]:
         scratch = np.zeros((7, _BLOCK), np.float32)
         of_nodes, total, partial = scratch[0], scratch[1], scratch[2]
         wide1, wide2, wide3, wide4 = scratch[3], scratch[4], scratch[5], scratch[6]
+        here = np.empty(k, np.int64)  # the pairs of a token that have a row
         for t in range(first, end):
+            number = 0
+            for i in range(t * k, t * k + k):
+                if row[i] >= 0:
+                    here[number] = i
+                    number += 1
             for begin in range(0, hidden, _BLOCK):
-                n, i, end_of_token = min(_BLOCK, hidden - begin), t * k, t * k
-                while end_of_token < t * k + k and row[end_of_token] >= 0:
-                    end_of_token += 1
-                while i < end_of_token:
-                    end_of_node = end_of_token
+                n, i = min(_BLOCK, hidden - begin), 0
+                while i < number:
+                    end_of_node = number
                     if nested:
-                        end_of_node = i + 1
-                        while end_of_node < end_of_token and nodes[key[end_of_node] // k] == nodes[key[i] // k]:
+                        node, end_of_node = nodes[key[here[i]] // k], i + 1
+                        while end_of_node < number and nodes[key[here[end_of_node]] // k] == node:
                             end_of_node += 1
-                    pairs = end_of_node, key, row, weights, t * weight_stride, weighted, k
+                    pairs = here, end_of_node, key, row, weights, t * weight_stride, weighted, k
                     last = np.int64(-1), np.int64(-1)
                     while i < end_of_node:
                         # Four rows at a time: it waits for their memory at once.
@@ -152,16 +156,17 @@ def sums(dtype: torch.dtype) -> tuple[Callable[..., None], Any]:
 
 
 @njit
-def pair(i, last, end, key, row, weights, weights_at, weighted, k):
-    """Where the row of pair i is: its destination and its number there. And how it is added: its weight, and with all
-    bits set or none, whether it is the first of its destination, and whether it is at all. From `end` on there are no
-    pairs; they have the row of the last one."""
+def pair(i, last, here, end, key, row, weights, weights_at, weighted, k):
+    """Where the row of the i-th pair is: its destination and its number there. And how it is added: its weight, and
+    with all bits set or none, whether it is the first of its destination, and whether it is there. From `end` on there
+    are no pairs; they have the row of the last one."""
     if i >= end:
         return last, (np.float32(0), np.uint32(0), np.uint32(0))
-    destination = np.int64(key[i] // k)
-    weight = weights[weights_at + key[i] % k] if weighted else np.float32(1)
+    p = here[i]
+    destination = np.int64(key[p] // k)
+    weight = weights[weights_at + key[p] % k] if weighted else np.float32(1)
     begins = np.uint32(0 if destination == last[0] else 0xFFFFFFFF)
-    return (destination, np.int64(row[i])), (weight, begins, np.uint32(0xFFFFFFFF))
+    return (destination, np.int64(row[p])), (weight, begins, np.uint32(0xFFFFFFFF))
 
 
 @njit(forceinline=True)

@@ -97,6 +97,21 @@ def test_combine_rows(hidden: int, dtype: torch.dtype, nested: bool) -> None:
             assert out[:, hidden:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", PAYLOADS)
+def test_combine_rows_with_pairs_that_have_none(dtype: torch.dtype) -> None:
+    """Anywhere among a token's pairs, as those of ranks that sum up for others have them."""
+    rng = np.random.default_rng(0)
+    rows = random_rows(rng, 40, 9, 3, 400)
+    row = torch.where(torch.rand(40, 9) < 0.4, -1, rows.row).int()
+    values, weights = [torch.randn(400, 33).to(dtype) for _ in range(3)], torch.randn(40, 9)
+    for nodes in (None, torch.tensor([0, 0, 1], dtype=torch.int32)):
+        out = torch.full((40, 33), NAN, dtype=dtype)
+        combine_rows(TokenRows(rows.key, row), Buffers(values), out, weights, nodes=nodes)
+        of_nodes = None if nodes is None else nodes.tolist()
+        want = combine_rows_reference(TokenRows(rows.key, row), values, weights, None, of_nodes)
+        assert bits(out).equal(bits(want))
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype", PAYLOADS)
