@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ def _compiled(function: Callable[..., None], signature: Any) -> Any:
         folder = numba.njit(cache=True)(function).stats.cache_path
         # Processes that write at once could leave the code of one under the name of another, and one that reads
         # meanwhile could get code of an older source. Besides, of ranks that start together only one compiles.
-        with open(Path(folder) / "shardweave-loops.lock", "a") as file:
+        with open(f"{folder}/shardweave-loops.lock", "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             return numba.cfunc(signature, cache=True)(function)
     except (RuntimeError, OSError):

@@ -8,6 +8,8 @@ from .compiled_loops import compiled_loop
 from .group_rows import Groups, padding_rows
 from .rows import Buffers, TokenRows
 
+_NO_WEIGHTS: tuple[torch.Tensor | None, int, torch.Tensor | None, bool] = None, 0, None, False
+
 
 def push_rows_cpu(
     x: torch.Tensor,
@@ -27,7 +29,7 @@ def push_rows_cpu(
         key, row = rows.key.contiguous(), rows.row.contiguous()
         if weights is not None and weights.stride(1) != 1:
             weights = weights.contiguous()
-        row_bytes, of_weights = x.shape[1] * x.itemsize, (None, 0, None, False)
+        row_bytes, of_weights = x.shape[1] * x.itemsize, _NO_WEIGHTS
         if weights is not None and weight_buffers is not None:
             of_weights = weights, weights.stride(0), weight_buffers.host_addresses(), True
         loop(
