@@ -82,7 +82,7 @@ LAUNCHED := test_launched_token_kernels_are_vectorised
 ON_NEWEST := $(DTENSOR_ON_NEWEST:%=tests/runtime/dtensor/test_%.py) tests/runtime/test_torch_private_names.py \
     tests/runtime/test_flight_recorder.py tests/runtime/moe/test_compile.py tests/runtime/moe/test_token_switch*.py \
     tests/runtime/moe/test_torchtitan_*.py tests/kernels/test_aot.py $(TOKEN_KERNELS)::$(LAUNCHED) \
-    tests/kernels/test_triton_launcher.py tests/kernels/test_cpu_code.py tests/kernels/test_token_loops.py \
+    tests/kernels/test_triton_launcher.py tests/kernels/test_compiled_loops.py tests/kernels/test_token_loops.py \
     tests/cli/test_doctor.py
 test-newest:
 	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy TORCH_TESTS="$(ON_NEWEST)" WORKERS=$(NEWEST_WORKERS) \

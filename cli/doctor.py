@@ -14,6 +14,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rich.table import Table
 from ..bench.harness.terminal import console_of_tables
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
-from ..kernels import PAYLOADS, cpu_target, why_not_compiled
+from ..kernels import why_not_compiled
 from ..planner.render.explain import format_bytes
 from ..runtime.environment import (
     pretended_node_size,
@@ -77,14 +78,17 @@ def software() -> Iterator[Finding]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         problem = "kernels run in Triton's interpreter, which is very slow; unset it, except in tests"
         yield Finding("software", "TRITON_INTERPRET", "1", problem)
-    refused = {dtype: why for dtype in PAYLOADS if (why := why_not_compiled(dtype))}
-    if refused:
-        of = "not compiled: " + ", ".join(str(dtype).removeprefix("torch.") for dtype in refused)
-        why = next(iter(refused.values()))
-        problem = f"torch operations dispatch and combine such tokens on CPUs, many times as slow: {why}"
-        yield Finding("software", "loops on CPUs", of, problem)
-    else:
-        yield Finding("software", "loops on CPUs", f"compiled by triton: {' '.join(filter(None, cpu_target()))}")
+    yield _loops()
+
+
+def _loops() -> Finding:
+    name, why = "loops on CPUs", why_not_compiled()
+    if why is None:
+        return Finding("software", name, f"compiled by numba {version('numba')}")
+    cost = f"dispatch and combine of tokens on CPUs take several times as long: {why}"
+    if importlib.util.find_spec("numba") is None:  # not a problem: GPUs do not need it
+        return Finding("software", name, f"none; {cost}")
+    return Finding("software", name, "none", cost)
 
 
 def _version_of(name: str) -> Finding:

@@ -7,7 +7,6 @@ from .boxes import SourceRows, StridedBoxes, TargetRows, Where, source_views, ta
 from .channel import SLOT, UNLIMITED, Channel, Code, Failure, pack
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
-from .cpu_code.compile import cpu_target
 from .current_device import capturing, on_device
 from .direct_boxes import DirectTable, DirectUse
 from .launch import interpreted, processors_of, recorded_launches, runs_on, uploaded
@@ -18,7 +17,7 @@ from .tiling import Launch, LaunchConfig
 from .tokens.block_scales import BLOCK_ROWS, block_rows, block_scales, block_scales_torch, block_width, unblocked_scales
 from .tokens.columns import Columns, column_words
 from .tokens.combine_rows import combine_rows, gather_values
-from .tokens.combine_rows_cpu import why_not_compiled
+from .tokens.compiled_loops import why_not_compiled
 from .tokens.copy_columns import copy_columns
 from .tokens.copy_rows import copy_rows, fill_rows
 from .tokens.count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, CountShare, count_pairs
@@ -117,7 +116,6 @@ __all__ = [
     "copy_launches",
     "copy_rows",
     "copy_table",
-    "cpu_target",
     "dequantize_rows",
     "fill_rows",
     "gather_values",

@@ -16,9 +16,9 @@ import triton.language as tl
 
 from ...errors import ArgumentError
 from ..addresses import AddressTables
-from ..cpu_code.compile import memory_address
 from ..dtypes import WORDS
 from ..launch import processors_of
+from .compiled_loops import memory_address
 from .rows_cpu import host_array
 
 VECTOR = 16  # bytes of the widest access

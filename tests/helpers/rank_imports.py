@@ -12,6 +12,7 @@ for _name in (
     "torch.distributed.tensor.debug",  # whose imports are those of the first DTensor of a process
     "torch.distributed.checkpoint",
     "shardweave",
+    "numba",  # which the first loop over tokens imports
     "numpy.ma",  # which np.unique imports when it is first called
     *filter(None, os.environ.pop("SHARDWEAVE_TEST_RANK_MODULES").split(",")),
 ):

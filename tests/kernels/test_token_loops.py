@@ -3,6 +3,7 @@ definitions."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from shardweave.kernels import (
     locate_rows,
     push_rows,
     weigh_rows,
+    why_not_compiled,
 )
 from shardweave.kernels.tokens.combine_rows import combine_rows_reference
 
@@ -41,13 +43,17 @@ NAN = float("nan")
 def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "without loops":
         without_loops(monkeypatch)
+    elif importlib.util.find_spec("numba") is None:
+        pytest.skip("numba is not installed; it comes with shardweave[cpu]")
+    else:
+        assert why_not_compiled() is None
 
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    monkeypatch.setattr("shardweave.kernels.cpu_code.compile._PARALLEL", 64)
+    monkeypatch.setattr("shardweave.kernels.tokens.compiled_loops._PARALLEL", 64)
     yield
     torch.set_num_threads(before)
 
@@ -89,6 +95,21 @@ def test_combine_rows(hidden: int, dtype: torch.dtype, nested: bool) -> None:
             want = combine_rows_reference(rows, values, given, add, None if nodes is None else nodes.tolist())
             assert bits(out[:, :hidden]).equal(bits(want))
             assert out[:, hidden:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", PAYLOADS)
+def test_combine_rows_with_pairs_that_have_none(dtype: torch.dtype) -> None:
+    """Anywhere among a token's pairs, as those of ranks that sum up for others have them."""
+    rng = np.random.default_rng(0)
+    rows = random_rows(rng, 40, 9, 3, 400)
+    row = torch.where(torch.rand(40, 9) < 0.4, -1, rows.row).int()
+    values, weights = [torch.randn(400, 33).to(dtype) for _ in range(3)], torch.randn(40, 9)
+    for nodes in (None, torch.tensor([0, 0, 1], dtype=torch.int32)):
+        out = torch.full((40, 33), NAN, dtype=dtype)
+        combine_rows(TokenRows(rows.key, row), Buffers(values), out, weights, nodes=nodes)
+        of_nodes = None if nodes is None else nodes.tolist()
+        want = combine_rows_reference(TokenRows(rows.key, row), values, weights, None, of_nodes)
+        assert bits(out).equal(bits(want))
 
 
 @pytest.mark.usefixtures("threads")

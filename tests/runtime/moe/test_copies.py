@@ -11,7 +11,7 @@ from rank_processes import run_ranks
 from sync_guard import seen_inside
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardweave.kernels.cpu_code.compile import Loop
+from shardweave.kernels.tokens.compiled_loops import Loop
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 
 T, H, K, E, RANKS = 300, 768, 3, 8, 2

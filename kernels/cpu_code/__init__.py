@@ -1,1 +1,0 @@
-"""Loops over rows in memory of the CPU, compiled by the LLVM inside Triton."""
