@@ -9,9 +9,15 @@ import pytest
 from page_runs import run_commands, run_page
 from pages import NOT_RUN, PAGES, ROOT, commands, page_id, parse_page, read_page
 
+LONG = {"benchmarking"}  # pages whose commands take a minute and more
+
 
 @pytest.mark.multi
-@pytest.mark.parametrize("path", PAGES, ids=page_id)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.long if path.stem in LONG else ()) for path in PAGES],
+    ids=page_id,
+)
 def test_blocks_of_a_page(path: Path, tmp_path: Path) -> None:
     faults = run_page(read_page(path), tmp_path)
     assert not faults, "\n\n".join(faults)
