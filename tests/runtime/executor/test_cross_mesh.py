@@ -209,16 +209,6 @@ def test_bytes_that_enter_nodes(
         assert lacking in (None, [4 * step.boxes.elements_received(p) for p in program.ranks])
 
 
-def test_nodes_receive_less_if_prices_are_alike() -> None:
-    """Where each rank has a NIC of its own, a node that receives twice as much takes no longer."""
-    link = shardweave.Link(latency_us=2, gigabytes_per_s=200, one_sided=True)
-    slow, nodes = replace(link, gigabytes_per_s=0.1), [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
-    topology = Topology("any", None, link, slow, 20, 0.0, nodes)
-    program = prove(mesh_of([0, 8, 3, 5, 6]), mesh_of([1, 4, 8, 10]), (48, 36), "R", "R", topology)
-    into = into_nodes(program, [nodes[rank] for rank in program.mesh.rank_array.tolist()])
-    assert into == [0, 48 * 36, 0, 0, 48 * 36, 0], program.explain()
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_random_meshes_on_nodes_receive_least(seed: int) -> None:
     random = Random(seed)
