@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
-from random_requests import Request, random_requests
 
 from shardweave import NVLINK_INFINIBAND, NVLINK_NODE, Layout, Link, Mesh
-from shardweave.planner import MachineFigures, found_topology
 from shardweave.planner.cost import priced_ranks
 from shardweave.planner.cost.step_cost import step_price
 from shardweave.planner.exchange.layout_change import LayoutChange
-from shardweave.planner.search import Search
 
 pytestmark = pytest.mark.plan
 
@@ -55,28 +51,6 @@ def test_step_price_of_sampled_ranks_of_one_node(monkeypatch: pytest.MonkeyPatch
         assert (us // 1 >= 5 + peers) == (peers > 0) and us < 10 + peers
 
 
-SAMPLED_CASES = [case for case in random_requests(256, 45, seed=7) if case.family != "strided"]
-
-
-@pytest.mark.parametrize("case", SAMPLED_CASES, ids=lambda case: f"{case.mesh} {case.source} -> {case.target}")
-def test_search_with_sampled_ranks(case: Request, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Priced on all ranks, the path that a search finds with sampled ranks is as good as that which it finds with all,
-    and the lower bound of sampled ranks is none above that."""
-    mesh = Mesh(case.mesh)
-    source, target = (Layout.parse(text).without_size_one(mesh.shape) for text in (case.source, case.target))
-    topology = found_topology(case.node_of_ranks(), [MachineFigures("NVIDIA H100", "RDMA", 8)])
-    assert topology is not None
-    search = Search(mesh, case.shape, "bfloat16", source, target, topology)
-    bound, path = search.price(source, target).lower_bound_us, search.cheapest()
-    monkeypatch.setattr(priced_ranks, "PRICED_WHOLE", mesh.size)
-    priced_ranks.priced_ranks.cache_clear()
-    best = search.cheapest()
-    us = sum(step.us for step in search.prices(list(pairwise(path.layouts))))
-    priced_ranks.priced_ranks.cache_clear()
-    assert us <= 1.2 * best.us
-    assert bound <= best.us * (1 + 1e-9)
-
-
 def test_messages_of_sampled_ranks() -> None:
     """A rank that gathers even shards receives from each other holder once, however many indices a shard has: quotients
     of floats are off by one for shards of 77."""
@@ -89,34 +63,3 @@ def test_messages_of_sampled_ranks() -> None:
     for held in range(1, 150):
         us = [step_price(change, (28 * held,), topology).us for topology in (with_messages, without)]
         assert us[0] - us[1] == pytest.approx(27 * with_messages.network.message_us)
-
-
-@pytest.mark.parametrize(("mesh_shape", "node_size"), [((2, 3, 4), 6), ((5, 4), 3), ((4, 8, 8), 8), ((40, 6), 12)])
-@pytest.mark.parametrize("layout", ["R", "S0", "S1 first", "S0 all"])
-def test_first_of_shard_and_terms_on_node(mesh_shape: tuple[int, ...], node_size: int, layout: str) -> None:
-    """Of the ranks of a node with equal shards the first counts, by comparison of all pairs, on meshes of which all
-    ranks are priced and on sampled ones."""
-    mesh, dims = Mesh(mesh_shape), range(len(mesh_shape))
-    tokens = {"R": ["R" for _ in dims], "S0": ["S0" if m else "R" for m in dims], "S0 all": ["S0" for _ in dims]}
-    shards = Layout.parse(" ".join(tokens.get(layout, ["R" if m else "S1" for m in dims])))
-    sharding = [m for _, order in shards.orders for m in order]
-    ranks = priced_ranks.priced_ranks(mesh, replace(NVLINK_INFINIBAND, node_size=node_size))
-
-    def is_first(position: int) -> bool:
-        shard = [mesh.coordinate(position)[m] for m in sharding]
-        earlier = range(position // node_size * node_size, position)
-        return all([mesh.coordinate(other)[m] for m in sharding] != shard for other in earlier)
-
-    receivers = ranks.positions[ranks.receivers].tolist()
-    assert ranks.first_receivers(shards).tolist() == list(map(is_first, receivers))
-    peers = ranks.positions[ranks.peers]
-    wanted = [[is_near and is_first(p) for is_near, p in zip(*row, strict=True)]
-              for row in zip(ranks.near.tolist(), peers.tolist(), strict=True)]  # fmt: skip
-    assert (ranks.first_peers(shards)[0] == wanted).all()
-
-    for reduced in ((), (0,), tuple(dims)):
-        terms = [
-            {tuple(mesh.coordinate(p)[m] for m in reduced) for p in ranks.positions.tolist() if p // node_size == node}
-            for node in range(-(-mesh.size // node_size))
-        ]
-        assert ranks.terms_on_node(reduced) == max(map(len, terms))

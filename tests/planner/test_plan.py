@@ -4,7 +4,6 @@ import json
 import math
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import islice
 
@@ -309,8 +308,11 @@ def test_digest_unique_per_request() -> None:
         (((2, 2), (), "float32", "R R", "R S0"), ArgumentError, ["target", "mesh dim 1", "tensor dim 0", "no dims"]),
         (((2, 2), (8,), "float32", "R", "R R"), ArgumentError, ["source", "1 placements", "(2, 2)", "one each"]),
         (((2, 2), (8,), "float32", "R R", "R R R"), ArgumentError, ["target", "3 placements", "(2, 2)"]),
-        (((2, 2), (8,), "float32", "S0 S0 @ 0:1,1", "R R"), LayoutSyntaxError, ["repeats a mesh dim", "^"]),
         (((2, 2), (8,), "float32", "S0 S0", "S0 S0 @ 0:0,0"), LayoutSyntaxError, ["repeats a mesh dim", "^"]),
+        (((2, 2), 8, "float32", "S0 R", "R R"), ArgumentError, ["shape: 8; allowed: whole numbers"]),
+        (("2,2", (8, 6), "float32", "S0 R", "R R"), ArgumentError, ["mesh: '2,2'; allowed: whole numbers"]),
+        (((2, 2), (8, 6), "float32", None, "R R"), ArgumentError, ["source: None; allowed: a Layout or its text form"]),
+        (((2, 2), (2**62, 8), "float32", "S0 R", "R R"), ArgumentError, ["has more than 2**58 elements"]),
         (((2, 2), (8,), "float32", "S0 Q", "R R"), LayoutSyntaxError, ["'Q'", "^"]),
         (((2, 2), (8,), "float99", "R R", "R R"), ArgumentError, ["dtype", "'float99'", "allowed", "bfloat16"]),
         (((2, 2), (8, -1), "float32", "R R", "R R"), ArgumentError, ["shape", "(8, -1)", "allowed: 0 and up"]),
@@ -319,14 +321,8 @@ def test_digest_unique_per_request() -> None:
         (((2, 2), (8,), "float32", "S0 R", "Pprod R"), UnsupportedError, ["target", "mesh dim 0", "product"]),
         (((2, 2), (8,), "float32", "P P", "P Pprod"), UnsupportedError, ["do not mix"]),
         (((2, 2), (8,), "int32", "Pavg R", "R R"), UnsupportedError, ["'avg'", "int32"]),
-        (((2, 2), (8,), "int32", "R R", "Pavg R"), UnsupportedError, ["'avg'", "int32"]),
-        (((2, 2), (8,), "bool", "Pavg R", "R R"), UnsupportedError, ["'avg'", "bool"]),
         (((2, 2), (8,), "complex64", "Pmax R", "R R"), UnsupportedError, ["'max'", "complex64", "sum and avg"]),
-        (((2, 2), (8,), "complex64", "Pmin R", "R R"), UnsupportedError, ["'min'", "complex64"]),
-        (((2, 2), (8,), "complex128", "R R", "R Pmax"), UnsupportedError, ["'max'", "complex128"]),
-        (((2, 2), (8,), "complex64", "Pprod R", "R R"), UnsupportedError, ["'prod'", "complex64"]),
         (((2, 2), (8,), "float32", "Pmax Pmin", "R R"), UnsupportedError, ["['max', 'min']", "do not mix"]),
-        (((2, 2), (8,), "float32", "P Pmax", "R R"), UnsupportedError, ["['max', 'sum']", "do not mix"]),
         (((2, 2), (8,), "float32", "S0/2 S0 @ 0:1,0", "R R"), LayoutSyntaxError, ["tensor dim 0", "strided", "^"]),
     ],
 )  # fmt: skip
@@ -361,12 +357,6 @@ def test_plan_of_one_rank_memory(source: str, target: str, peers: int, topology:
     assert sum(len(step.boxes) for step in program.steps) <= peers
 
 
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_plan_rank_out_of_range(rank: int) -> None:
-    with pytest.raises(ArgumentError, match=rf"rank: position {rank} is outside the mesh \(2, 2\); allowed: 0..3"):
-        plan((2, 2), (8,), "float32", "R R", "S0 R", rank=rank)
-
-
 def test_plan_unchanged_partial_product() -> None:
     program = plan((2, 2), (8,), "float32", "Pprod R", "Pprod S0")
     assert program.bytes_received == [0] * 4 and program.exchanges == 0
@@ -394,64 +384,6 @@ def test_plan_dtypes_without_reduction(dtype: str) -> None:
             plan((2, 2), (5, 7), dtype, "S0 R", "P R")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (((2, 2), 8, "float32", "S0 R", "R R"), "shape: 8; allowed: whole numbers"),
-        (((2, 2), (8.0, 6), "float32", "S0 R", "R R"), r"shape: \(8.0, 6\); allowed: whole numbers"),
-        (("2,2", (8, 6), "float32", "S0 R", "R R"), "mesh: '2,2'; allowed: whole numbers"),
-        (((2, 2), (8, 6), "float32", None, "R R"), "source: None; allowed: a Layout or its text form"),
-        (((2, 2), (8, 6), "float32", "S0 R", "R Q"), "target: unknown token 'Q'"),
-        (((2, 2), (2**62, 8), "float32", "S0 R", "R R"), r"shape: .* has more than 2\*\*58 elements"),
-    ],
-)
-def test_plan_errors_name_argument(arguments: tuple, text: str) -> None:
-    with pytest.raises((ArgumentError, UnsupportedError), match=text):
-        plan(*arguments)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Layout(None),
-        lambda: Layout([Shard(0)], {0: 5}),
-        lambda: Layout([Shard("x")]),
-        lambda: Layout([Shard(0.5)]),
-        lambda: Layout.parse(None),
-        lambda: Mesh((2, 2), names="ab"),
-        lambda: Mesh((2, 2), names=5),
-        lambda: Mesh((2, 2), names=([], [])),
-    ],
-)
-def test_layout_and_mesh_wrong_types(make: Callable[[], object]) -> None:
-    with pytest.raises(ArgumentError, match="^(layout|mesh): .*allowed: "):
-        make()
-
-
-def test_receivers_contribute_implies_own_term(case: oracle.Case) -> None:
-    for program in programs(case):
-        for step in program.steps:
-            if step.reduce is not None and isinstance(step, Exchange) and step.receivers_contribute:
-                sender, receiver = step.boxes.sender, step.boxes.receiver[:, None]
-                assert (sender == receiver).any(axis=1).all(), program.explain()
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "expected"),
-    [
-        ("P S0", "S0/2 S0", True),
-        ("P S0", "S0 S0", False),
-        ("S1 P", "S1 S1", True),
-        ("P S1", "S0 S1", True),
-        ("P S1", "S0 R", False),
-        ("P P", "R P", True),
-    ],
-)
-def test_receivers_contribute(source: str, target: str, expected: bool) -> None:
-    first = plan((2, 2), (8, 8), "float32", source, target).steps[0]
-    assert first.reduce is not None and first.receivers_contribute == expected
-
-
 @pytest.mark.parametrize("shape", [(8, 4), (7, 3), (4096, 1024)], ids=str)
 def test_plan_all_reduce_of_two_ranks_in_one_exchange(shape: tuple[int, ...]) -> None:
     program = plan((2,), shape, "float32", "P", "R")
@@ -460,3 +392,10 @@ def test_plan_all_reduce_of_two_ranks_in_one_exchange(shape: tuple[int, ...]) ->
     assert plan((4,), shape, "float32", "P", "R").exchanges == 2, (
         "with more ranks a reduce-scatter first receives fewer bytes"
     )
+
+
+@pytest.mark.parametrize(("target", "most"), [("S0//4096", 1), ("S0", 8), ("S0//8192", 8), ("R", 8)])
+def test_plan_of_views_with_many_pieces_is_small(target: str, most: int) -> None:
+    """A strided shard of a view may have thousands of runs; a box holds as many as are alike."""
+    program = plan((4,), (1 << 20,), "uint8", "S0//4096", target, rank=1)
+    assert sum(len(step.boxes) for step in program.steps) <= most

@@ -172,3 +172,15 @@ def test_plan_random_requests_long(part: int) -> None:
 @pytest.mark.long
 def test_plan_independent_of_history_long() -> None:
     seed(0)(LONG(given(requests(), requests())(check_history)))()
+
+
+def test_planner_caches_are_bounded() -> None:
+    plan((4,), (8, 8), "float32", "S0", "R", rank=0)
+    bounds = {
+        f"{name}.{key}": cache.cache_parameters()["maxsize"]
+        for name, module in list(sys.modules.items())
+        if name.startswith("shardweave.planner.")
+        for key, cache in vars(module).items()
+        if hasattr(cache, "cache_parameters")
+    }
+    assert bounds and all(bounds.values()), bounds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from random import Random
 
@@ -24,8 +23,6 @@ from shardweave.planner import (
     plan_batch,
     redistribute_cost,
 )
-from shardweave.planner.cost.mesh_nodes import block_on_node
-from shardweave.planner.layouts.distinct import is_among
 
 pytestmark = pytest.mark.plan
 
@@ -137,23 +134,6 @@ def test_plan_nodes_larger_than_mesh() -> None:
         assert cross_mesh.bytes_over_network == [0] * 4
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_block_on_node(seed: int) -> None:
-    """Compared with every divisor of the mesh dim, on meshes whose ranks and nodes are in any order."""
-    random = Random(seed)
-    shape = tuple(random.choice([1, 2, 3, 4, 6, 8]) for _ in range(random.randint(1, 4)))
-    size, on_node = math.prod(shape), random.choice([2, 3, 4, 6, 8, 12])
-    ranks = random.choice([list(range(size)), random.sample(range(size + 5), size)])
-    consecutive = [r // on_node for r in range(size + 5)]
-    nodes = random.choice([consecutive, consecutive, [random.randrange(3) for _ in range(size + 5)]])
-    mesh, topology = Mesh(shape, ranks=ranks), replace(NVLINK_INFINIBAND, node_size=None, nodes=tuple(nodes))
-    of_mesh = np.array(nodes)[ranks].reshape(shape)
-    for m, n in enumerate(shape):
-        along = np.moveaxis(of_mesh, m, 0).reshape(n, -1)
-        blocks = [b for b in range(1, n + 1) if n % b == 0 and (along == along[::b].repeat(b, axis=0)).all()]
-        assert block_on_node(mesh, topology, m) == max(blocks)
-
-
 @pytest.mark.parametrize("seed", range(50))
 def test_found_nodes(seed: int) -> None:
     """Ranks share a node as they were said to, whether a node size or the node of each rank says so, and whichever
@@ -177,13 +157,3 @@ def test_found_nodes(seed: int) -> None:
         assert [found[a] == found[b] for b in taking_part] == [nodes[a] == nodes[b] for b in taking_part]
     if consecutive and len(taking_part) == size:
         assert topology.node_size == on_node
-
-
-def test_is_among() -> None:
-    random = Random(0)
-    for most in (1, 5, 100, 1 << 20, (1 << 31) - 1):
-        for n in (0, 1, 50):
-            values, chosen = (np.array([random.randint(-1, most) for _ in range(k)], dtype=np.int64) for k in (n, 7))
-            values = np.where(np.arange(n) % 3 == 0, chosen[np.arange(n) % 7], values)
-            assert is_among(values, chosen).tolist() == [v in chosen.tolist() for v in values.tolist()]
-        assert not is_among(np.arange(5), np.zeros(0, dtype=np.int64)).any()
