@@ -11,11 +11,11 @@ import pytest
 from warm_python import run_python
 
 import shardweave
-from shardweave import ArgumentError, Layout, Link, Mesh, Topology
+from shardweave import Layout, Link, Mesh, Topology
 from shardweave.__main__ import main
 from shardweave.cli.calibrate import predicted_us
-from shardweave.cli.link_fit import Local, Sample, fit_line, fit_link, fit_local, topology_of
-from shardweave.cli.link_times import node_size_of, sizes_up_to
+from shardweave.cli.link_fit import Local, Sample, fit_link
+from shardweave.cli.link_times import sizes_up_to
 from shardweave.planner.cost.step_cost import step_price
 from shardweave.planner.exchange.layout_change import LayoutChange
 
@@ -69,26 +69,6 @@ def test_fit_ignores_one_outlier(link: Link) -> None:
 
 
 @pytest.mark.plan
-def test_unmeasurable_parameters_are_noted() -> None:
-    link = LINKS[0]
-    alone = fit_link(samples(link, LOCAL, (1,)), False, LOCAL)
-    assert figures(alone.link) == pytest.approx([23.5, 25.0, 0.0], rel=1e-3)
-    assert alone.notes == ("one number of peers: what a peer costs is part of the latency",)
-    flat = fit_link([Sample(1, size, size, 50.0) for size in SIZES], True, LOCAL)
-    assert flat.link.gigabytes_per_s > 0 and "does not grow with bytes up to 1048576" in flat.notes[1]
-    falling = fit_link([Sample(1, size, 3 * size, 50.0 - i) for i, size in enumerate(SIZES)], False, Local(0.0, 0.01))
-    assert falling.link.gigabytes_per_s > 0 and falling.link.latency_us >= 0 and len(falling.notes) >= 2
-    steep = fit_link(
-        [Sample(n, 64, 0, t) for n, t in ((1, 10.0), (1, 11.0), (3, 40.0), (3, 41.0))], False, Local(0.0, 900.0)
-    )
-    assert steep.link.latency_us == 0 and steep.link.message_us > 0 and "the latency of a step is 0" in steep.notes[-1]
-    assert fit_local([Sample(0, 0, size, 2 + 2 * size / 5e3) for size in SIZES]) == Local(2.0, 5.0)
-    local = fit_local([Sample(0, 0, size, 2.0) for size in SIZES])
-    assert local.call_us == 2.0 and local.memory_gigabytes_per_s > 0 and local.notes
-    assert fit_line([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]) == pytest.approx([2.0, 0.0])
-
-
-@pytest.mark.plan
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_predicted_times_equal_planner_costs(ranks: int, node_size: int | None) -> None:
@@ -101,40 +81,6 @@ def test_predicted_times_equal_planner_costs(ranks: int, node_size: int | None) 
     kind, copied = ("node", kept) if node_size is None else ("network", kept + 2 * moved)
     expected = predicted_us(topology, kind, Sample(ranks - 1, moved, copied, 0.0))
     assert topology.call_us + step_price(swap, shape, topology).us == pytest.approx(expected)
-
-
-@pytest.mark.plan
-def test_nodes_have_equal_numbers_of_consecutive_ranks() -> None:
-    assert node_size_of(["a", "a", "b", "b"], None) == node_size_of(["a", "a", "b", "b"], 2) == 2
-    assert node_size_of(["a"] * 4, None) == 4 and node_size_of(["a"] * 4, 1) == 1
-    assert node_size_of(["a", "b"], None) == 1
-    for machines, text in ((["a", "b", "a", "b"], "1, 1, 1, 1"), (["a", "a", "b"], "2, 1"), (["a", "b", "b"], "1, 2")):
-        with pytest.raises(ArgumentError, match=f"{text} of them share a machine; allowed: nodes of equally many"):
-            node_size_of(machines, None)
-    with pytest.raises(ArgumentError, match="--node-size: 1, and the ranks are on 2 machines with 2 each"):
-        node_size_of(["a", "a", "b", "b"], 1)
-    with pytest.raises(ArgumentError, match="--node-size: 3; allowed: a divisor of 4"):
-        node_size_of(["a"] * 4, 3)
-
-
-@pytest.mark.plan
-def test_missing_links_are_stated() -> None:
-    def measured(kind: str, nodes: int, node_size: int, **more: str) -> dict:
-        one_sided = more.get("transport") == "shared_memory"
-        found = samples(Link(5.0, 2.0, one_sided), Local(30.0, 9.0), (1, 3))
-        if kind == "local":
-            found = [Sample(0, 0, size, 30 + 2 * size / 9e3) for size in SIZES]
-        return {"kind": kind, "nodes": nodes, "node_size": node_size, "samples": [vars(s) for s in found], **more}
-
-    one = [measured("local", 1, 4), measured("node", 1, 4, transport="process_group")]
-    topology, notes = topology_of(one, None)
-    assert (topology.call_us, topology.memory_gigabytes_per_s) == (30.0, 9.0)
-    assert topology.node_size is None and topology.node == topology.network and not topology.node.one_sided
-    assert notes == ["No network was measured: all ranks share one node. `network` has the figures as inside the node."]
-    single = [measured("local", 4, 1), measured("network", 4, 1, transport="process_group")]
-    topology, notes = topology_of(single, "mine")
-    assert topology.name == "mine" and topology.node_size == 1 and topology.node == topology.network
-    assert notes[0].startswith("No link inside a node was measured")
 
 
 def checked(text: str) -> Topology:

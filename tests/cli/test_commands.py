@@ -13,14 +13,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 
 from shardweave import __main__ as command_line
 from shardweave.bench.harness.writable import check_writable
-from shardweave.cli import demo, parsing
+from shardweave.cli import demo
 from shardweave.cli.bench import PROGRAMS
 from shardweave.errors import ArgumentError
-from shardweave.planner import ITEMSIZE, NVLINK_NODE
+from shardweave.planner import NVLINK_NODE
 
 pytestmark = pytest.mark.plan
 
@@ -98,31 +97,6 @@ def test_output_that_cannot_be_written(arguments: str, redirection: str, status:
     assert (done.returncode, done.stderr) == (status, error)
 
 
-@pytest.mark.parametrize("columns", [60, 80, 300])
-def test_text_is_wrapped_to_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for arguments in (DISPATCH, [*PLAN, "--transport", "process_group"]):
-        printed = []
-        for stream in (Terminal(), io.StringIO()):
-            monkeypatch.setattr(sys, "stdout", stream)
-            assert command_line.main(arguments) == 0
-            printed.append(stream.getvalue())
-        wrapped, plain = printed
-        assert wrapped.split() == plain.split() and max(map(len, wrapped.splitlines())) <= columns
-        assert (wrapped == plain) is (max(map(len, plain.splitlines())) <= columns)
-
-
-def test_version_lists_dependencies(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command_line.main(["--version"])
-    output = " ".join(capsys.readouterr().out.split())
-    assert re.fullmatch(r"shardweave \S+, torch \S+, triton .+, numpy \S+, Python \S+", output)
-
-
 def test_output_files_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = tmp_path / "there.json"
     there.write_text("as it was")
@@ -136,20 +110,6 @@ def test_output_files_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFi
         option = "--out" if command in ("bench", "calibrate") else "--json"
         assert command_line.main([command, option, str(tmp_path)]) == 2
         assert f"error: {option}: '{tmp_path}' cannot be written" in capsys.readouterr().err
-
-
-def test_short_dtype_names() -> None:
-    """Includes torch's own spellings and abbreviations."""
-    for name in ITEMSIZE:
-        assert parsing.dtype(name) == parsing.dtype(f"torch.{name}") == name
-    spelled = {name: getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
-    for name, dtype in spelled.items():
-        canonical = str(dtype).removeprefix("torch.")
-        if canonical in ITEMSIZE:
-            assert parsing.dtype(name) == parsing.dtype(dtype.abbr) == canonical, name
-    for short, name in (("bf16", "bfloat16"), ("FP16", "float16"), ("fp32", "float32"), ("fp8", "float8_e4m3fn")):
-        assert parsing.dtype(short) == name
-    assert set(parsing._SHORT_DTYPES.values()) <= set(ITEMSIZE) and parsing.dtype("fp99") == "fp99"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -176,17 +136,6 @@ def test_plan_on_a_terminal_of_any_encoding(encoding: str, monkeypatch: pytest.M
     assert ("????" if encoding == "ascii" else "éééé") in printed[1]
 
 
-def test_plan_without_standard_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where a shell has closed it (`>&-`), Python has no `sys.stdout`."""
-    monkeypatch.setattr(sys, "stdout", None)
-    assert command_line.main(PLAN) == 2
-    error = "error: standard output is closed; allowed: a file or a pipe, or /dev/null\n"
-    assert capsys.readouterr().err == error
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-    assert command_line.main(PLAN) == 2
-
-
 def test_meshes_shapes_layouts_and_bytes_in_other_spellings(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for mesh, shape, limit, source, target in (
@@ -200,14 +149,6 @@ def test_meshes_shapes_layouts_and_bytes_in_other_spellings(capsys: pytest.Captu
     assert outputs[0] == outputs[1] == outputs[2]
     assert command_line.main(["plan", "--mesh", "2x2", "--shape", "8,6", "--max-bytes", "1", "S0 R", "R R"]) == 2
     assert "max_bytes: 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["1k", "1KB", "1 K", "1.5M", "-1", "", "K", "9999999999T", "9223372036854775808"])
-def test_bytes_in_unknown_spellings_name_those_allowed(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command_line.main([*PLAN, f"--max-bytes={text}"])
-    error = capsys.readouterr().err
-    assert f"--max-bytes: {text!r}: not a whole number below 2**63, of bytes or with a unit: K or KiB (1024" in error
 
 
 def test_files_without_an_end_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,14 +171,6 @@ def test_files_without_an_end_are_refused(tmp_path: Path, capsys: pytest.Capture
     os.close(reader)
 
 
-def test_plan_accepts_torch_layouts(capsys: pytest.CaptureFixture[str]) -> None:
-    outputs = []
-    for source, target, dtype in (("S0 P", "R S1", "bfloat16"), ("(Shard(dim=0), Partial(sum))", "RS(1)", "bf16")):
-        assert command_line.main(["plan", "--mesh", "2,2", "--shape", "8,6", "--dtype", dtype, source, target]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1]
-
-
 PLAN = ["plan", "--mesh", "2,2", "--shape", "8,6", "S0 S1", "S1 S0"]
 DISPATCH = ["dispatch", "--ranks", "4", "--experts", "8", "--top-k", "2", "--hidden", "16", "--tokens", "8"]
 NINES = "9" * 5000
@@ -247,51 +180,32 @@ NINES = "9" * 5000
     ("arguments", "text"),
     [
         ([*PLAN, "--svg", "x.png"], "--svg: 'x.png': not a name that ends with .svg"),
-        ([*PLAN, "--svg", "/no/where.svg"], "--svg: '/no/where.svg' cannot be written; allowed: a file in a folder"),
         ([*PLAN, "--svg", f"{NINES}.svg"], "cannot be written; allowed: a file in a folder that is there"),
         ([*PLAN, "--target-mesh", f"4@{NINES}"], "not a rank after @"),
-        ([*PLAN, "--target-mesh", "4@999999999999"], "mesh: ranks (999999999999, 1000000000000, 1000000000001, "),
         ([*PLAN, "--mesh", NINES], "not sizes separated by commas"),
         ([*PLAN, "--mesh", "2x0"], "argument --mesh: '2x0': a mesh dim of size 0; allowed: sizes of 1 or more"),
-        ([*PLAN, "--mesh", "99999999,99999999"], "allowed: up to 16777216"),
         ([*PLAN, "--mesh", "64,32"], "--mesh: 2048 ranks, and no --rank; allowed: up to 1024, or one with --rank"),
-        ([*PLAN, "--rank", "4"], "position 4 is outside the mesh (2, 2); allowed: 0..3"),
-        ([*PLAN, "--shape", NINES], "not sizes separated by commas"),
-        ([*PLAN, "--max-bytes", NINES], "not a whole number below 2**63"),
+        (
+            [*PLAN, "--max-bytes", "1.5M"],
+            "--max-bytes: '1.5M': not a whole number below 2**63, of bytes or with a unit",
+        ),
         ([*PLAN, "--dtype", NINES], "is not known; allowed: bool, uint8"),
-        ([*PLAN, "--topology", NINES], "cannot be read: File name too long; allowed: nvlink"),
         ([*PLAN, "--topology", "a\0b"], "cannot be read: "),
-        ([*PLAN, "--transport", NINES], "invalid choice"),
         ([*PLAN[:-1], f"S{NINES} R"], "a number of 5000 digits; allowed: up to 2**58"),
-        ([*PLAN[:-1], "R " * 3000], "3000 placements; allowed: up to 24"),
-        ([*DISPATCH, "--top-k", "9"], "top_k: 9 of 8 experts; allowed: up to 8"),
-        ([*DISPATCH, "--ranks", "9" * 15], "ranks: 999999999999999; allowed: a whole number, 1 to 1048576"),
-        ([*DISPATCH, "--ranks", NINES], "not a number of ranks, 1 or more"),
-        ([*DISPATCH, "--tokens", NINES], "not a whole number below 2**63"),
-        ([*DISPATCH, "--capacity", "9" * 4000], "capacity: about 2**13287; allowed: a whole number"),
-        ([*DISPATCH, "--capacity", NINES], "capacity: '999"),
-        ([*PLAN, "--mesh", "2,x"], "'2,x': not sizes separated by commas"),
-        ([*PLAN, "--mesh", "2x"], "'2x': not sizes separated by commas or x, such as 2,2"),
         ([*PLAN[:-1], "s0 q"], "unknown token 'q'; allowed: R, S<dim>, S<dim>/<split>, P<op>"),
-        ([*PLAN[:-1], "rr"], "unknown token 'Rr'; allowed: R, S<dim>"),
-        (["demo", "--ranks", "0"], "'0': not a number of ranks, 1 or more"),
-        (["replay", "t.json", "--most", "0"], "'0': not a number of redistributions, 1 or more"),
+        ([*DISPATCH, "--top-k", "9"], "top_k: 9 of 8 experts; allowed: up to 8"),
+        ([*DISPATCH, "--ranks", NINES], "not a number of ranks, 1 or more"),
+        ([*DISPATCH, "--capacity", "much"], "capacity: 'much'; allowed: rows, such as 4096, or a factor"),
+        ([*DISPATCH, "--layout", "ragged"], "layout: 'ragged'"),
+        ([*DISPATCH, "--dtype", "int8"], "dtype: 'int8'; allowed: torch.float32"),
         (["demo", "--ranks", "5000"], "--ranks: 5000; allowed: up to 64 processes"),
-        (["record", "-o", "/no/where.json", __file__], "--out: '/no/where.json' cannot be written"),
         (["record"], "error: the following arguments are required: script\n"),
         (["record", NINES], "is not a file; allowed: a Python file"),
-        (["record", "a\0b"], "is not a file; allowed: a Python file"),
-        *(
-            (["record", "-m", name], "is not a module that can be run; allowed with -m: a module, or a package with")
-            for name in ("no.such.module", "collections", "", ".a", "a..b", "a\0b", "/a", NINES)
+        (
+            ["record", "-m", "no.such.module"],
+            "is not a module that can be run; allowed with -m: a module, or a package",
         ),
         (["record", "--min-bytes", "8", __file__], "--min-bytes: given without --install; allowed: with it"),
-        (["record", "--adapt-fsdp", __file__], "--adapt-fsdp: given without --install; allowed: with it"),
-        (
-            ["record", "--install", "--min-bytes", "-8", __file__],
-            "argument --min-bytes: '-8': not a whole number below 2**63, of bytes",
-        ),
-        (["record", "--install", "--topology", "no/file", __file__], "--topology: 'no/file' cannot be read: "),
         ([NINES], "invalid choice"),
     ],
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",

@@ -8,14 +8,12 @@ import os
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
 from warm_python import run_python
 
 from shardweave import stats
@@ -23,13 +21,11 @@ from shardweave.bench.harness.ranks import Send, messages_of
 from shardweave.cli import doctor, self_test
 from shardweave.errors import UnsupportedError
 from shardweave.runtime import supported_versions
-from shardweave.runtime.transports import choose_transport
 from shardweave.runtime.transports.choose_transport import NAMES
 from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.shared_memory import segments
 
 SHM = segments.NAMED_FOLDER
-Usage = namedtuple("Usage", "total used free")
 
 
 def run_doctor(path: Path, before: tuple[str, ...] = (), **environment: str) -> tuple[int, dict[str, dict]]:
@@ -109,44 +105,6 @@ def test_invalid_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.plan
-@pytest.mark.parametrize(
-    ("kind", "free", "is_problem"),
-    [("named", 64 << 20, True), ("named", 8 << 30, False), ("anonymous", 1 << 16, False)],
-)
-def test_space_for_segments(monkeypatch: pytest.MonkeyPatch, kind: str, free: int, is_problem: bool) -> None:
-    monkeypatch.setenv("SHARDWEAVE_SEGMENTS", kind)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(free, 0, free))
-    (space,) = [finding for finding in doctor.memory() if finding.name == SHM]
-    assert bool(space.problem) == is_problem and ("not used" in space.value) == (kind == "anonymous")
-
-
-@pytest.mark.plan
-def test_machine_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert self_test.self_test() == [("two ranks", 0.0, "gloo is not available")]
-    found = {finding.name: finding for finding in doctor.transports()}
-    assert "install a torch with gloo" in found["gloo"].problem
-    assert found["4 CPU ranks of this machine"].value == "none: no gloo"
-
-
-@pytest.mark.plan
-def test_unsupported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fix is a command, quoted for a shell."""
-    for torchs, triton in (
-        ("2.9.1+cu128", "3.7.1"),
-        ("2.15.0+cpu", "3.10.0"),
-        ("2.16.0", "3.5.0"),
-        ("2.11.0", "3.6.0"),
-    ):
-        found = {"torch": SimpleNamespace(__version__=torchs), "triton": SimpleNamespace(__version__=triton)}
-        monkeypatch.setattr(supported_versions, "import_module", found.__getitem__)
-        problems = {f.name: f.problem for f in doctor.software() if f.name in ("torch", "triton")}
-        supported = {"torch": torchs[:4] in ("2.11", "2.15"), "triton": triton in ("3.7.1", "3.6.0")}
-        fixes = {"torch": 'pip install "torch>=2.11,<2.16"', "triton": 'pip install "triton>=3.6,<3.10"'}
-        assert problems == {n: None if supported[n] else f"not supported: {fixes[n]}" for n in problems}
-
-
-@pytest.mark.plan
 def test_supported_versions_are_those_of_pyproject() -> None:
     lines = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8").splitlines()
     (required,) = [line for line in lines if line.startswith("dependencies = ")]
@@ -202,54 +160,6 @@ def test_command_with_little_shared_memory(tmp_path: Path) -> None:
     assert "No space left" in problem and "raise " not in problem
     assert "Fix: use another transport: SHARDWEAVE_TRANSPORT=process_group" in problem
     assert found["two ranks on process_group"]["problem"] is None
-
-
-@pytest.mark.plan
-def test_requested_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = "4 CPU ranks of this machine", "8 CPU ranks on 2 machines, 4 on each"
-
-    def found(transport: str | None, node_size: int | None = None) -> dict[str, doctor.Finding]:
-        set_environment(monkeypatch, transport, node_size)
-        return {finding.name: finding for finding in doctor.transports()}
-
-    assert found(None)[there].value == "hierarchical, gloo between machines: 8 ranks are on 2 machines"
-    assert found("shared_memory")[here].value == "shared_memory: requested"
-    refused = found("shared_memory")[there]
-    assert "rank 4 is on another machine; allowed: hierarchical" in refused.value and refused.problem is None
-    assert found("symmetric_memory")[here].value == "symmetric_memory: requested"
-    assert found("symmetric_memory")[there].value == "hierarchical symmetric_memory, gloo between machines: requested"
-    assert (
-        found(None, 1)[here].value
-        == "process_group on gloo: each rank is on another machine, by SHARDWEAVE_NODE_SIZE=1"
-    )
-    refused = found("shared_memory", 1)[here]
-    assert refused.value.startswith("refused: ") and "unset it" in (refused.problem or "")
-    with_four = found(None, 4)["8 CPU ranks of this machine"].value
-    assert with_four == "hierarchical, gloo between machines: 8 ranks are on 2 machines, by SHARDWEAVE_NODE_SIZE=4"
-
-
-@pytest.mark.plan
-def test_transport_of_gpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(choose_transport, "why_no_symmetric_memory", lambda device: None)
-    for requested, one, two in (
-        (None, "process_group on nccl: tensors are on cuda", "process_group on nccl: tensors are on cuda"),
-        (
-            "symmetric_memory",
-            "symmetric_memory: requested",
-            "hierarchical symmetric_memory, nccl between machines: requested",
-        ),
-        ("shared_memory", "refused: transport: shared_memory", "refused: transport: shared_memory"),
-    ):
-        set_environment(monkeypatch, requested)
-        found = {finding.name: finding.value for finding in doctor.transports()}
-        assert found["4 GPU ranks of this machine"].startswith(one)
-        assert found["8 GPU ranks on 2 machines, 4 on each"].startswith(two)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    set_environment(monkeypatch)
-    found = {finding.name: finding.value for finding in doctor.transports()}
-    assert found["4 GPU ranks of this machine"] == "none: no nccl"
 
 
 def choose_each(rank: int, size: int, config: dict, send: Send) -> None:

@@ -288,38 +288,6 @@ def test_record_and_replay_count_alike(
 
 
 @pytest.mark.plan
-def test_record_prints_a_summary(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from shardweave.__main__ import main
-
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", [])
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    script, trace = tmp_path / "script.py", tmp_path / "trace.json"
-    arguments = ["record", "-o", str(trace), str(script)]
-    script.write_text("print('as it was')")
-    assert main(arguments) == 0
-    output = capsys.readouterr()
-    assert output.out == "as it was\n"
-    assert output.err == (
-        f"record: {trace}: 0 distinct redistributions: the program redistributed no DTensor, or only in "
-        f"processes that it started\n"
-    )
-    script.write_text("raise ValueError('no')")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in (1, 0):
-        monkeypatch.setenv("RANK", str(rank))
-        with pytest.raises(ValueError, match="no"):
-            main(arguments)
-    assert capsys.readouterr().err == (
-        f"record: {tmp_path / 'trace.rank0.json'}: 0 distinct redistributions of rank 0 of 2: the program ended "
-        f"before the first one: ValueError: no\n"
-    )
-
-
-@pytest.mark.plan
 def test_replay_refuses_invalid_traces(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(Trace("2.13.0", 4, (0,), ENTRIES).to_json())

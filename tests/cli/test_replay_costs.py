@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ import pytest
 
 import shardweave
 from shardweave import Layout, Link, Topology
-from shardweave.__main__ import main
 from shardweave.bench.baselines.stock_plans import stock_received, stock_us
 from shardweave.bench.workloads.record_workloads import RECORDED, WORKLOADS
 from shardweave.bench.workloads.trace_cases import distinct
@@ -63,33 +59,6 @@ def test_costs_of_every_recorded_trace(tmp_path: Path, name: str, capsys: pytest
     for place, one in enumerate(dearest, 1):
         assert f" {place}. {one['source']} → {one['target']} of {one['dtype']}{one['shape']}, " in lines
         assert f"torch {one['torch_s'] * one['calls'] * 1e3:.2f} ms (" in lines
-
-
-def test_rows_are_sorted_by_savings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    grid = Mesh((4, 4), ("dp", "tp"))
-    trace = tmp_path / "trace.json"
-    found = {
-        Entry(grid, None, (4096, 4096), "float32", "S0 R", "R R", "a.py:1 alike"): Cost(9, 1),
-        Entry(grid, None, (1024, 1024), "float32", "S0 S1", "S1 S0", "a.py:2 swapped"): Cost(1, 1),
-        Entry(grid, None, (2048, 2048), "float32", "S0 S1", "S1 S0", "a.py:3 swapped"): Cost(1, 1),
-        Entry(grid, Mesh((4,), ranks=[3, 2, 1, 0]), (64, 64), "float32", "S0 R", "S1", "a.py:4 other"): Cost(1, 1),
-    }
-    trace.write_text(Trace("2.13.0", 16, (0,), found).to_json())
-    out = tmp_path / "out.json"
-    assert replay.run([trace], Options(topology=shardweave.NVLINK_NODE, json_path=out)) == 0
-    (other,) = (one for one in json.loads(out.read_text())["redistributions"] if one["target_mesh"])
-    assert other["torch_s"] is other["torch_bytes_received"] is None and other["shardweave_s"] > 0
-    assert other["shardweave_bytes_received"] == 48 * 16 * 4, "16 of the 64 rows it had"
-    printed = capsys.readouterr().out
-    assert "more than the" not in printed and "simulated on one NVLink domain" in printed.replace("\n", " ")
-    table, _, end = printed.partition("The 3 most expensive")
-    assert [line.split()[1] for line in table.splitlines() if line.startswith("a.py:")] == [
-        "swapped", "swapped", "alike", "other",
-    ]  # fmt: skip
-    assert table.index("a.py:3") < table.index("a.py:2")
-    assert "-: torch has no plan, as between meshes" in table and end.index("a.py:1 alike") < end.index(
-        "a.py:3 swapped"
-    )
 
 
 def test_sums_include_rows_that_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -145,25 +114,3 @@ def test_options_that_exclude_topology(tmp_path: Path) -> None:
             replay.run([trace], options)
     with pytest.raises(ArgumentError, match="--scaled: --topology is given"):
         replay.run([trace], Options(scaled=True, topology=shardweave.NVLINK_NODE))
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("columns", [80, 100, 120, 160])
-def test_replay_in_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each case is a row of a table, or under 150 columns a block of a few lines."""
-    for name, value in {"COLUMNS": str(columns), "TERM": "xterm", "NO_COLOR": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    assert main(["replay", str(RECORDED / "solver.json"), "--most", "5"]) == 0
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in terminal.getvalue().splitlines()]
-    assert max(map(len, lines)) <= columns
-    end = next(number for number, line in enumerate(lines) if line.startswith("All calls of a rank"))
-    if columns < 150:
-        assert not any("│" in line for line in lines) and end < 5 * 10
-        assert sum(line.startswith("layouts  ") and " → " in line for line in lines) == 5
-    else:
-        assert sum(" → " in line and "│" in line for line in lines) == 5 and end < 5 * 6

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 from page_runs import _main, started
 from pages import ROOT
 
+PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "1"))  # so many examples are run by torchrun itself
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 _COMMAND = re.compile(r"^    torchrun --standalone --nproc-per-node (\d+) examples/(\w+\.py)", re.M)
 
@@ -41,7 +43,7 @@ def test_examples(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.multi
 @pytest.mark.long
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", Random(0).sample(EXAMPLES, min(PARTS, len(EXAMPLES))), ids=lambda path: path.stem)
 def test_examples_by_torchrun(path: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(command(path))]
     done = subprocess.run(

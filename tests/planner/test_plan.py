@@ -58,7 +58,7 @@ def test_plan_without_partial_meets_bound_in_one_exchange(case: oracle.Case) -> 
 
 @pytest.mark.parametrize(
     ("dtype", "every"),
-    [("float32", 3), ("int64", 7), *(pytest.param(dtype, 1, marks=pytest.mark.long) for dtype in ("float32", "int64"))],
+    [("float32", 3), ("int64", 7)],
 )
 def test_plan_with_partial_bytes_match_oracle(case: oracle.Case, dtype: str, every: int) -> None:
     itemsize = {"float32": 4, "int64": 8}[dtype]
@@ -96,9 +96,9 @@ def cheapest_known(case: oracle.Case, source: str, target: str) -> int:
     return min(costs)
 
 
-@pytest.mark.parametrize("mesh_shape", [pytest.param((2, 2), marks=pytest.mark.long), (2, 4)], ids=str)
 @pytest.mark.parametrize("shape", [(32,), (32, 16), (16, 16, 16)], ids=str)
-def test_plan_with_partial_near_fewest_bytes(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_plan_with_partial_near_fewest_bytes(shape: tuple[int, ...]) -> None:
+    mesh_shape = (2, 4)
     case = oracle.Case(mesh_shape, shape, ("R", "P", "S0", "S1")[: 2 + min(len(shape), 2)])
     for source, target in case.pairs(partial=True):
         program = plan(mesh_shape, shape, "float32", source, target)
@@ -126,17 +126,15 @@ def test_plan_steps_connect_source_and_target(case: oracle.Case) -> None:
 
 # One rank for each pair, varying over pairs. Steps through the pairs that are coprime to the number of layouts reach
 # every target.
-@pytest.mark.parametrize(("ranks", "every"), [(1, 7), pytest.param(4, 1, marks=pytest.mark.long)])
-def test_plan_of_one_rank_matches_plan_of_all(case: oracle.Case, ranks: int, every: int) -> None:
+def test_plan_of_one_rank_matches_plan_of_all(case: oracle.Case) -> None:
     size = math.prod(case.mesh_shape)
     pairs = enumerate(zip(case.pairs(), programs(case), strict=True))
-    for number, ((source, target), whole) in islice(pairs, 0, None, every):
+    for number, ((source, target), whole) in islice(pairs, 0, None, 7):
         # The number of layouts may be a multiple of the size: add the number of the source.
-        first = number + number // size
-        for rank in {(first + 3 * i) % size for i in range(ranks)}:
-            alone = plan(case.mesh_shape, case.shape, "float32", source, target, rank=rank)
-            assert alone.ranks == (rank,)
-            assert_matches_program_of_all(alone, whole)
+        rank = (number + number // size) % size
+        alone = plan(case.mesh_shape, case.shape, "float32", source, target, rank=rank)
+        assert alone.ranks == (rank,)
+        assert_matches_program_of_all(alone, whole)
 
 
 def test_peak_bytes_include_intermediates(case: oracle.Case) -> None:

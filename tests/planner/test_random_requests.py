@@ -171,7 +171,7 @@ def test_plan_random_requests_long(part: int) -> None:
 
 @pytest.mark.long
 def test_plan_independent_of_history_long() -> None:
-    seed(0)(LONG(given(requests(), requests())(check_history)))()
+    seed(0)(settings(LONG, max_examples=50 * PARTS)(given(requests(), requests())(check_history)))()
 
 
 def test_planner_caches_are_bounded() -> None:
