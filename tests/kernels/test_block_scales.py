@@ -12,7 +12,6 @@ import torch
 from test_token_kernels import device, same  # noqa: F401 # a fixture
 from variants import crossed
 
-from shardweave.errors import ArgumentError
 from shardweave.kernels import (
     Columns,
     block_rows,
@@ -173,20 +172,3 @@ def test_traced_operations_equal_kernels() -> None:
     compiled = torch.compile(block_scales_torch, backend="aot_eager", fullgraph=True)(given, offsets, number, -1)
     same(compiled, eager)
     assert eager.shape == (number, block_width(7)) and len(rows) == 300
-
-
-@pytest.mark.plan
-def test_refused_arguments() -> None:
-    rows, _, offsets, number = rows_with_scales(CASES[0])
-    out = torch.empty(number, 2, dtype=torch.int32)
-    for bad in (out.float(), out[:100], out[:, :1], torch.empty(number, 3, dtype=torch.int32)):
-        with pytest.raises(ArgumentError, match=r"out: .*allowed: contiguous int32 of shape \[N, 2\]"):
-            block_scales(rows, 16, 7, bad, offsets)
-    with pytest.raises(ArgumentError, match="offsets: torch.int64"):
-        block_scales(rows, 16, 7, out, offsets.long())
-    for begin, scales in ((8, 7), (32, 17)):
-        with pytest.raises(ArgumentError, match="rows: "):
-            block_scales(rows, begin, scales, torch.empty(number, 5, dtype=torch.int32), offsets)
-    number_of = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(ArgumentError, match="columns.out: torch.int16"):
-        receive_rows(None, rows, number_of, None, None, None, Columns(16, 8, torch.empty(300, 4).short(), None))

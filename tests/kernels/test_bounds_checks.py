@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 from bounds_checks import accessed
-
-from shardweave.kernels import StridedBoxes, copy_boxes, copy_table
-from shardweave.kernels.tiling import DESCRIPTOR, Launch
 
 pytestmark = pytest.mark.interp
 
@@ -98,27 +92,3 @@ def test_freed_memory_is_found() -> None:
     del gone
     with pytest.raises(Exception, match="OutOfBounds.*no tensor that is alive"):
         add_rows[(1,)](table, out, 1, COLS=8)
-
-
-@pytest.mark.parametrize("change", ["source_offset", "target_offset", "rows", "columns"])
-def test_wrong_descriptor_is_found(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A descriptor that leaves its buffer by one element, as an error in the tiling would make it."""
-    copies = import_module("shardweave.kernels.copy_boxes")  # the package has a function of this name
-    launches = copies.tile_launches
-    number = DESCRIPTOR.index(change)
-
-    def wrong(*arguments: Any, **named: Any) -> list[Launch]:
-        made = launches(*arguments, **named)
-        for launch in made:
-            launch.descriptors[:, number] += 1
-        return made
-
-    # The boxes end where their buffers end, inside larger memory; strides are odd, so that no access is a vector.
-    boxes = StridedBoxes([[0]], [0], [[1]], [2], [[5, 3]], [[[1, 7]]], [[1, 9]])
-    memory = torch.arange(256, dtype=torch.int16), torch.zeros(256, dtype=torch.int16)
-    source, target = memory[0][3 : 3 + 1 + 2 * 7 + 5], memory[1][3 : 3 + 2 + 2 * 9 + 5]
-    copy_boxes(copy_table(boxes, torch.int16), [source], [target])
-    assert target[2:].as_strided((3, 5), (9, 1)).equal(source[1:].as_strided((3, 5), (7, 1)))
-    monkeypatch.setattr(copies, "tile_launches", wrong)
-    with pytest.raises(Exception, match="OutOfBounds"):
-        copy_boxes(copy_table(boxes, torch.int16), [source], [target])

@@ -1,27 +1,18 @@
-"""Loops compiled by numba: elements, threads, numba's cache, and what happens without numba."""
+"""Loops compiled by numba: elements, threads of forked processes, and what happens without numba."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import mmap
 import os
-import shutil
 import sys
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from warm_python import run_python
 
-from shardweave.errors import ArgumentError
 from shardweave.kernels import PAYLOADS
 from shardweave.kernels.tokens import compiled_loops
 from shardweave.kernels.tokens.compiled_loops import Loop, compiled_loop, why_not_compiled
@@ -52,14 +43,6 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("number", [0, 1, 3, 1000])
-def test_each_iteration_is_done(number: int) -> None:
-    copies = Copies(1001)
-    copies(number)
-    assert copies.out.tolist() == [*range(1, number + 1), *[0] * (1001 - number)]
-
-
-@pytest.mark.usefixtures("three_threads")
 def test_forked_processes_have_threads_of_their_own() -> None:
     copies = Copies(100)
     copies(100)
@@ -70,43 +53,6 @@ def test_forked_processes_have_threads_of_their_own() -> None:
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert status == 0 and copies.out.equal(copies.values)
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_call_ends_after_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal's handler may raise at any time, but the threads use the caller's memory."""
-    copies, ended, interrupts = Copies(9), [], [KeyboardInterrupt("first"), KeyboardInterrupt("second")]
-    in_caller = threading.get_ident()
-
-    def call(first: int, *parameters: Any) -> None:
-        if threading.get_ident() == in_caller:
-            raise interrupts[0]
-        time.sleep(0.2)
-        ended.append(first)
-
-    real_wait = compiled_loops.wait
-
-    def interrupted(futures: Any) -> None:
-        if len(interrupts) > 1:
-            raise interrupts.pop()
-        real_wait(futures)
-
-    monkeypatch.setattr(compiled_loops, "wait", interrupted)
-    monkeypatch.setattr(copies.loop, "_call", call)
-    with pytest.raises(KeyboardInterrupt):
-        copies(9)
-    assert sorted(ended) == [3, 6]
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_call_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the interpreter ends: a pool takes nothing more."""
-    pool = ThreadPoolExecutor(1)
-    pool.shutdown()
-    monkeypatch.setattr(compiled_loops, "_threads", lambda pid: pool)
-    copies = Copies(100)
-    copies(100)
-    assert copies.out.equal(copies.values)
 
 
 @pytest.mark.parametrize("dtype", PAYLOADS)
@@ -141,65 +87,6 @@ def test_elements(dtype: torch.dtype) -> None:
         assert result.view(torch.int32)[number].equal(want.float().view(torch.int32)[number])
 
 
-def loops_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of loops as a file of its own, beside which numba keeps its code."""
-    from shardweave.kernels.tokens import loops_cpu
-
-    path = folder / "loops_of_test.py"
-    shutil.copy(str(loops_cpu.__file__), path)
-    spec = importlib.util.spec_from_file_location("loops_of_test", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("kept", ["beside the source", "by the user", "nowhere"])
-def test_code_is_kept(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the source; where that is not writable in the user's folder; else each process compiles."""
-    monkeypatch.setattr("numba.config.CACHE_DIR", "")
-    module, user = loops_in(tmp_path, monkeypatch), tmp_path / "user"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(user))
-    if kept != "beside the source":
-        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
-        (tmp_path / "__pycache__").write_text("no folder")
-    if kept == "nowhere":
-        user.write_text("no folder")
-    hits = [compiled_loops._compiled(*module.values()).cache_hits for _ in range(2)]
-    found = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.nbc")}
-    assert (found, hits) == {
-        "beside the source": ({"__pycache__"}, [0, 1]),
-        "by the user": ({"user"}, [0, 1]),
-        "nowhere": (set(), [0, 0]),
-    }[kept]
-
-
-def test_one_of_many_processes_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of processes that start at once; the others find what it has written, of each dtype its own."""
-    module, children = loops_in(tmp_path, monkeypatch), []
-    for _ in range(4):
-        children.append(os.fork())
-        if not children[-1]:
-            hits = 99
-            try:
-                hits = sum(counted(module, dtype) for dtype in (torch.int32, torch.int64))
-            finally:
-                os._exit(hits)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert max(codes) <= 2 and sum(codes) == 6
-
-
-def counted(module: ModuleType, ids_dtype: torch.dtype) -> int:
-    """Compile the loop of count_pairs, and check it; whether it was in the cache."""
-    compiled = compiled_loops._compiled(*module.counts(ids_dtype))
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 10)(compiled.address)
-    ids, results = torch.tensor([1, 0, 1], dtype=ids_dtype), torch.zeros(3, 3, dtype=torch.int32)
-    call(0, 3, ids.data_ptr(), 2, 0, 0, 2, *(x.data_ptr() for x in results))
-    assert results.tolist() == [[1, 0, 1], [0, 0, 1], [1, 2, 0]]
-    return compiled.cache_hits
-
-
 def without_numba(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(sys.modules, "numba", None)
     return "numba is not installed: pip install 'shardweave[cpu]'"
@@ -231,20 +118,6 @@ def test_what_is_not_compiled_says_so_once(
         f"torch operations dispatch and combine tokens on CPUs, in several times the time of loops: {why}"
     )
     assert why_not_compiled() == why
-
-
-@pytest.mark.parametrize("address", ["storage freed", "zero tensor"])
-def test_tensors_without_memory_are_refused(address: str) -> None:
-    copies = Copies(5)
-    x = torch.zeros(5) if address == "storage freed" else torch._efficientzerotensor(5)
-    if address == "storage freed":
-        x.untyped_storage().resize_(0)
-    copies.out = x
-    with pytest.raises(ArgumentError, match=r"a Tensor of shape \(5,\) without memory; allowed: a tensor with memory"):
-        copies(5)
-    copies.out = x[:0]
-    copies(0)
-    copies.loop(0, 0, copies.key, copies.row, copies.buffers, None, 1)
 
 
 def test_numba_is_imported_when_a_loop_is_needed() -> None:

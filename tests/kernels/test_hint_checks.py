@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from hint_checks import checked
-
-from shardweave.kernels import StridedBoxes, copy_boxes, copy_table
-from shardweave.kernels.tiling import DESCRIPTOR, Launch
 
 pytestmark = pytest.mark.interp
 
@@ -82,26 +77,3 @@ def test_hints_of_blocks(constants: tuple[int, ...], false: str | None) -> None:
     else:
         with pytest.raises(Exception, match=rf"tl.{false}\("):
             hint_blocks[(1,)](out, *constants)
-
-
-@pytest.mark.parametrize("field", ["source_offset", "target_offset", "source_row_stride", "target_row_stride"])
-def test_false_descriptor_is_found(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A descriptor that breaks the promise of its launch, as an error in the tiling would make it."""
-    copies = import_module("shardweave.kernels.copy_boxes")  # the package has a function of this name
-    launches = copies.tile_launches
-
-    def wrong(*arguments: Any, **named: Any) -> list[Launch]:
-        made = launches(*arguments, **named)
-        for launch in made:
-            assert launch.source_vector > 1 and launch.target_vector > 1
-            launch.descriptors[:, DESCRIPTOR.index(field)] += 1
-        return made
-
-    boxes = StridedBoxes([[0]], [0], [[8]], [16], [[32, 3]], [[[1, 48]]], [[1, 64]])
-    source, target = torch.arange(256, dtype=torch.int16), torch.zeros(256, dtype=torch.int16)
-    copy_boxes(copy_table(boxes, torch.int16), [source], [target])
-    want = np.stack([np.arange(32) + 8 + 48 * row for row in range(3)])
-    assert (target.numpy()[16 : 16 + 3 * 64].reshape(3, 64)[:, :32] == want).all()
-    monkeypatch.setattr(copies, "tile_launches", wrong)
-    with pytest.raises(Exception, match="multiple_of"):
-        copy_boxes(copy_table(boxes, torch.int16), [source], [target])

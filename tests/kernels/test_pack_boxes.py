@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import torch
 from hint_checks import checked
-from test_window_launches import channel
 
-from shardweave.kernels import StridedBoxes, Turn, WindowUse, copy_launches, run_in_window, window_table
-from shardweave.kernels.boxes import coalesce
-from shardweave.kernels.tiling import LaunchConfig, packed_launch
+from shardweave.kernels import StridedBoxes, Turn, WindowUse, run_in_window, window_table
+from shardweave.kernels.channel import SLOT, Channel, Failure, pack
 
 CPU = torch.device("cpu")
-SMALL = LaunchConfig(tile_bytes=64, accesses_per_thread=1, num_warps=1)  # many tiles from small boxes
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """Extents, source strides and source offset."""
 
@@ -33,6 +30,12 @@ BOXES: dict[str, list[Box]] = {
     "wide and odd": [((4, 16), (32, 1), 0), ((3, 3), (11, 1), 1)],
     "several": [((5, 7), (9, 1), 2), ((1,), (1,), 0), ((17, 3), (3, 1), 5)],
 }
+
+
+def channel(number: int) -> Channel:
+    pads = torch.zeros(2, 3, SLOT, dtype=torch.int64)
+    slots = [pads[1, i].data_ptr() for i in range(3)]
+    return Channel(pads[0], slots, [pack(1, peer, number) for peer in (0, 2, 3)], Failure(CPU))
 
 
 def pieces(boxes: Sequence[Box], itemsize: int) -> tuple[StridedBoxes, int]:
@@ -60,46 +63,6 @@ def moves_of(boxes: StridedBoxes, itemsize: int) -> Iterator[tuple[int, int]]:
             to = int(boxes.target_offset[i] + np.dot(boxes.target_stride[i], index))
             of = int(boxes.source_offset[i, 0] + np.dot(boxes.source_stride[i, 0], index))
             yield from ((to * itemsize + byte, of * itemsize + byte) for byte in range(itemsize))
-
-
-def moves_of_packed(launch) -> Iterator[tuple[int, int]]:
-    """As `moves_of`, by what a packed launch's descriptors say."""
-    word = launch.source_word
-    for row in launch.descriptors.tolist():
-        _, _, offset, target, left, *axes = row
-        assert left <= launch.columns and (target * word) % 16 == 0
-        for lane in range(left):
-            at, rest = offset, lane
-            for number, (extent, start, stride) in enumerate(zip(axes[::3], axes[1::3], axes[2::3], strict=True), 1):
-                rest += start
-                rest, here = divmod(rest, extent) if number < launch.axes else (0, rest)
-                at += here * stride
-            yield from (((target + lane) * word + byte, at * word + byte) for byte in range(word))
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
-def test_descriptors_cover_every_byte_once(itemsize: int) -> None:
-    for name, of in BOXES.items():
-        boxes, _ = pieces(of, itemsize)
-        launches = copy_launches(boxes, itemsize, config=SMALL, pieces=True)
-        assert {launch.kind for launch in launches} <= {"packed", "straight", "transposed"}, name
-        got = [move for launch in launches if launch.kind == "packed" for move in moves_of_packed(launch)]
-        assert all(launch.target_vector * launch.target_word == 16 for launch in launches), name
-        if len(launches) == 1 and launches[0].kind == "packed":
-            assert sorted(got) == sorted(moves_of(boxes, itemsize)), name
-
-
-@pytest.mark.plan
-def test_what_is_not_packed() -> None:
-    """Boxes that are aligned to 16 bytes throughout, with many axes, or too long for int32."""
-    (wide,) = copy_launches(pieces([((4, 16), (32, 1), 0)], 2)[0], 2, pieces=True)
-    assert wide.kind == "straight" and wide.source_vector == wide.target_vector == 2 and wide.source_word == 8
-    many = tuple(2 * 3**i for i in range(8))
-    (box,) = copy_launches(pieces([((2,) * 8, many[::-1], 0)], 2)[0], 2, pieces=True)
-    assert box.kind != "packed"
-    long = coalesce(pieces([((2, 1 << 31), (1 << 33, 2), 0)], 1)[0])
-    assert packed_launch(long, 1, 16, SMALL) is None
 
 
 @pytest.mark.interp

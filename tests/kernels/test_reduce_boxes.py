@@ -7,17 +7,13 @@ import pytest
 import torch
 from kernel_box_cases import Case, assert_same, random_bytes, random_case, random_values, raw, written
 
-from shardweave.errors import ArgumentError
 from shardweave.kernels import (
     LaunchConfig,
     StridedBoxes,
     reduce_boxes,
     reduce_boxes_cpu,
-    reduce_launches,
     reduce_table,
     reduce_views,
-    source_views,
-    target_views,
 )
 
 FLOATS = [
@@ -88,14 +84,6 @@ def test_reduce_views_equals_definition(dtype, op, divisor, monkeypatch):
         assert_same(target.contiguous(), want, signed_zeros=op in ("sum", "prod"))
 
 
-def test_reduce_views_rounds_small_floats_once():
-    parts = [torch.tensor([256.0, 1.0]), torch.tensor([0.5, 1.0]), torch.tensor([0.5, 1.0]), torch.tensor([1.0, 1.0])]
-    out = torch.empty(2, dtype=torch.bfloat16)
-    reduce_views(out, [p.bfloat16() for p in parts], "sum", 3)
-    # Rounded at every step the first would stay 256 until the end.
-    assert out.tolist() == [torch.tensor(258 / 3).bfloat16().item(), torch.tensor(4 / 3).bfloat16().item()]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
 def test_reduce_views_of_two_small_floats_equals_float32_accumulation(dtype, op):
@@ -120,36 +108,6 @@ def test_reduce_scalars_and_empty_boxes():
     reduce_views(out, [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)], "sum", 2)
     assert out.item() == 3.0
     reduce_views(torch.empty(0, 3), [torch.empty(0, 3)] * 3, "max")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((torch.float32, "avg"), "op is 'avg'"),
-        ((torch.complex64, "max"), "op is 'max'; for torch.complex64"),
-        ((torch.uint16, "sum"), "dtype is torch.uint16"),
-        ((torch.int32, "sum", 2), "divisor is 2; for torch.int32"),
-        ((torch.bool, "sum", 2), "divisor is 2"),
-        ((torch.float32, "sum", 0), "divisor is 0; a positive"),
-        ((torch.float32, "sum", float("nan")), "divisor is nan"),
-        ((torch.float32, "sum", True), "divisor is True"),
-        ((torch.float32, "sum", None, torch.int32), "out_dtype is torch.int32"),
-        ((torch.float32, "sum", None, torch.complex64), "out_dtype is torch.complex64"),
-        ((torch.int32, "sum", None, torch.bool), "out_dtype is torch.bool"),
-    ],
-)
-def test_undefined_reductions_are_refused(arguments, text):
-    case = random_case(np.random.default_rng(0), 1)
-    with pytest.raises(ArgumentError, match=text):
-        reduce_table(case.boxes, *arguments)
-
-
-@pytest.mark.plan
-def test_descriptors_hold_every_contributor():
-    boxes = StridedBoxes([[0, 2, 1]], [3], [[0, 64, 128]], [32], [[4, 16]], [[[16, 1], [32, 1], [64, 1]]], [[48, 1]])
-    (launch,) = reduce_launches(boxes, torch.bfloat16, torch.float32)
-    assert launch.descriptors.tolist() == [[0, 2, 1, 3, 0, 64, 128, 32, 16, 32, 64, 48, 4, 16]]
-    assert (launch.kind, launch.source_vector, launch.target_vector) == ("straight", 8, 4)
 
 
 @pytest.mark.parametrize(("dtype", "op", "divisor"), SUPPORTED, ids=str)
@@ -223,40 +181,3 @@ def test_reduce_boxes_rounds_as_torch(device, dtype):
     flat = StridedBoxes([[0]], [0], [[0]], [0], [[len(words)]], [[[1]]], [[1]])
     reduce_boxes(reduce_table(flat, dtype, "sum", None, torch.float32, device), [words.to(device)], [back])
     assert_same(back.cpu(), values)
-
-
-def test_reduce_boxes_propagates_nan(device):
-    nan = float("nan")
-    a, b = torch.tensor([nan, 1.0, nan, 2.0], device=device), torch.tensor([1.0, nan, nan, 3.0], device=device)
-    boxes = StridedBoxes([[0, 1]], [0], [[0, 0]], [0], [[4]], [[[1], [1]]], [[1]])
-    for op, last in (("max", 3.0), ("min", 2.0)):
-        out = torch.zeros(4, device=device)
-        reduce_boxes(reduce_table(boxes, torch.float32, op, device=device), [a, b], [out])
-        assert out[:3].isnan().all() and out[3].item() == last
-
-
-def test_reduce_boxes_refuses_unaligned_elements(device):
-    boxes = StridedBoxes([[0]], [0], [[0]], [0], [[4]], [[[1]]], [[1]])
-    table = reduce_table(boxes, torch.float32, "sum", device=device)
-    odd = torch.zeros(17, dtype=torch.uint8, device=device)[1:]
-    whole = torch.zeros(4, device=device)
-    shifted = torch.zeros(5, device=device)[1:]
-    reduce_boxes(table, [torch.ones(4, device=device)], [shifted])
-    assert shifted.tolist() == [1.0] * 4
-    with pytest.raises(ArgumentError, match=r"sources\[0\] has dtype"):
-        reduce_boxes(table, [odd], [whole])
-
-
-def test_box_views_are_reusable():
-    rng = np.random.default_rng(8)
-    case = random_case(rng, 2, 3, fill=2.0)
-    sources = [random_values(rng, size, torch.float32) for size in case.source_sizes]
-    targets = [torch.full((size,), float("nan")) for size in case.target_sizes]
-    want = [t.clone() for t in targets]
-    reduce_boxes(reduce_table(case.boxes, torch.float32, "sum"), sources, targets)
-    for out, parts in zip(
-        target_views(case.boxes.target_rows, want), source_views(case.boxes.source_rows, sources), strict=True
-    ):
-        reduce_views(out, parts, "sum") if parts else out.fill_(2.0)
-    for a, b in zip(targets, want, strict=True):
-        assert_same(a, b)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
-from functools import partial
 
 import pytest
 import torch
 from pad_processes import Rank, run_pads
 
-from shardweave.errors import ArgumentError
 from shardweave.kernels.channel import SLOT, Channel, Code, Failure, pack
 from shardweave.kernels.dtypes import poison_word
 from shardweave.kernels.launch import interpreted
-from shardweave.kernels.signal import TIMED, signal, signal_constants, signal_kernel, wait_limit
+from shardweave.kernels.signal import signal, signal_kernel, wait_limit
 
 signals = sys.modules[signal.__module__]  # `kernels.signal` is the function
 pytestmark = pytest.mark.multi
 HOW = [pytest.param("reference"), pytest.param("kernel", marks=pytest.mark.interp)]
 FOREVER, MILLISECOND = 1 << 50, 1_000_000
+PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "1"))
 
 
 def check_how(how: str) -> None:
@@ -52,7 +52,7 @@ def window_rounds(rank: Rank, rounds: int, late: float, credit: int = 1) -> list
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("how", HOW)
 def test_credit_protects_window_until_read(how: str, size: int) -> None:
     check_how(how)
@@ -62,11 +62,11 @@ def test_credit_protects_window_until_read(how: str, size: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("how", HOW)
-def test_signal_ten_thousand_rounds(how: str, size: int) -> None:
+def test_signal_many_rounds(how: str) -> None:
     check_how(how)
-    assert run_pads(window_rounds, size, 10_000, 0.002, timeout=1700) == [[]] * size
+    rounds = min(10_000, PARTS * (500 if how == "kernel" else 5000))
+    assert run_pads(window_rounds, 3, rounds, 0.002, timeout=1700) == [[]] * 3
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -74,35 +74,6 @@ def test_extra_credit_is_detected(how: str) -> None:
     """With one credit more, a window is written before it is read."""
     check_how(how)
     assert any(run_pads(window_rounds, 2, 60, 0.3, 2))
-
-
-def barrier_rounds(rank: Rank, rounds: int) -> None:
-    """A barrier on one channel."""
-    for n in range(1, rounds + 1):
-        if n % 7 == rank.rank:
-            time.sleep(0.01)
-        rank.words[rank.rank, 0] = n
-        signal(rank.arrived, send=True, wait=True, fingerprint=n, limit=FOREVER)
-        assert all(int(rank.words[peer, 0]) in (n, n + 1) for peer in rank.peers)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_barrier_waits_for_all_ranks(how: str) -> None:
-    check_how(how)
-    run_pads(barrier_rounds, 3, 40 if how == "kernel" else 100)
-
-
-def late_once(rank: Rank) -> None:
-    if rank.rank == 1:
-        time.sleep(1)
-    signal(rank.arrived, send=True, wait=True, limit=FOREVER)
-    assert rank.failure.read() is None
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_signal_waits_for_late_peer(how: str) -> None:
-    check_how(how)
-    run_pads(late_once, 3)
 
 
 def never_comes(rank: Rank) -> Code:
@@ -217,31 +188,6 @@ def test_poison_in_every_dtype(how: str) -> None:
     assert poison_word(torch.bfloat16)[1] == 2
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("timed", [True, False])
-def test_wait_is_bounded(how: str, timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By time, whatever a poll takes; by polls where the device has no timer."""
-    check_how(how)
-    polls, now = 0, 0
-
-    def poll(*_: float) -> None:
-        nonlocal polls, now
-        polls, now = polls + 1, now + 50 * MILLISECOND
-
-    monkeypatch.setattr(signals, "signal_constants", partial(signal_constants, timed=timed))
-    monkeypatch.setattr(signals, "give_way", poll)
-    monkeypatch.setattr(signals, "nanoseconds", lambda: now)
-    monkeypatch.setattr(signals.os, "sched_yield", poll)
-    monkeypatch.setattr(signals.time, "sleep", poll)
-    monkeypatch.setattr(signals.time, "monotonic_ns", lambda: now)
-    pads = torch.zeros(2, 1, SLOT, dtype=torch.int64)
-    channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(torch.device("cpu")))
-    by_time = timed or how == "reference"
-    signal(channel, wait=True, limit=200 * MILLISECOND if by_time else 7)
-    assert channel.failure.read() == Code("late", 0, 1, 0)
-    assert polls == (4 if by_time else 7)
-
-
 def test_two_ranks_on_one_device(device: str) -> None:
     """All in one stream: three rounds, then a peer that does not come, which learns of it."""
     here = torch.device(device)
@@ -261,20 +207,3 @@ def test_two_ranks_on_one_device(device: str) -> None:
     signal(channels[1], wait=True, limit=limit)
     assert out.isnan().all()
     assert [channel.failure.read() for channel in channels] == [Code("late", 0, 1, 0), Code("failed", 1, 0, 0)]
-
-
-def test_wait_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert TIMED and [wait_limit(3, torch.device(kind)) for kind in ("cpu", "cuda")] == [3 * 10**9] * 2
-    monkeypatch.setattr(signals, "TIMED", False)  # as with ROCm
-    assert [wait_limit(3, torch.device(kind)) for kind in ("cpu", "cuda")] == [3 * 10**9, 20_000_000]
-
-
-def test_wrong_codes_and_pads_are_refused() -> None:
-    assert Code.unpack(pack(5, 1048575, 77) + (2 << 60)) == Code("failed", 5, 1048575, 77)
-    with pytest.raises(ArgumentError, match="peer: 1048576; allowed: 0..1048575"):
-        pack(0, 1 << 20, 0)
-    failure = Failure(torch.device("cpu"))
-    with pytest.raises(ArgumentError, match="pad: .*allowed: contiguous int64"):
-        Channel(torch.zeros(2, SLOT), [1, 2], [1, 2], failure)
-    with pytest.raises(ArgumentError, match="codes: .*ascending"):
-        Channel(torch.zeros(2, SLOT, dtype=torch.int64), [1, 2], [2, 1], failure)

@@ -114,11 +114,11 @@ def test_reuse_before_the_end_of_reads_is_found(variant: str) -> None:
 
 
 def reused(
-    ranks: Ranks, data: int, writer: Behaviour, change: Callable[[str], str] = str, part: tuple[int, int] = (0, 1)
+    ranks: Ranks, data: int, writer: Behaviour, change: Callable[[str], str] = str
 ) -> tuple[list[str], list[str]]:
     """Executions in which rank 1 reads in its first call what rank 0 writes in its first, and in a later one."""
     good, bad = [], []
-    for found in executions(ranks, {0: writer, 1: Behaviour(ranks.calls(1, 1) + 1)}, data, change, part=part):
+    for found in executions(ranks, {0: writer, 1: Behaviour(ranks.calls(1, 1) + 1)}, data, change):
         (read,) = reads(found, 1)
         for write in writes(found, 0):
             first = "launch 1," in str(write.thread.block)
@@ -174,31 +174,19 @@ def test_later_kernels_of_a_rank_know_that_it_failed() -> None:
     assert not any(fail(3))
 
 
-def after_a_failed_wait(part: int) -> tuple[list[str], list[str]]:
-    """`reused` for a rank whose last wait failed. In four parts, since there are many ways through its launches."""
+@long
+def test_peers_of_a_rank_that_stopped_waiting_take_its_first_data_only() -> None:
+    """A program whose wait failed writes nothing."""
     ranks = Ranks.exchanging(2, 3, "push")
     data = followed(ranks, 0, 1, "push")
     last = last_write(ranks, 0, data)
-    return reused(ranks, data, Behaviour(last, failing={last}, expired=True), part=(part, 4))
+    good, bad = reused(ranks, data, Behaviour(last, failing={last}, expired=True))
+    assert good and not bad, bad
 
 
-@long
-@pytest.mark.parametrize("part", range(4))
-def test_peers_of_a_rank_that_stopped_waiting_do_not_take_its_next_data(part: int) -> None:
-    """A program whose wait failed writes nothing."""
-    _, bad = after_a_failed_wait(part)
-    assert not bad, bad
+# Signals at the ends of launches: of rows of tokens, and of direct writes into outputs of peers.
 
-
-@long
-def test_peers_of_a_rank_that_stopped_waiting_take_its_first_data() -> None:
-    """In one of the parts; in which depends on the order of the executions."""
-    assert any(good for good, _ in map(after_a_failed_wait, range(4)))
-
-
-# Rows of tokens: signals at the ends of launches, and in launches of their own.
-
-ROWS = {
+AT_ENDS = {
     "as it is": ("", "", 1, False),
     "as it is, two programs": ("", "", 2, False),
     "relaxed instead of release": ("st.release.sys", "st.relaxed.sys", 1, True),
@@ -208,11 +196,12 @@ ROWS = {
 
 
 @long
-@pytest.mark.parametrize("variant", ROWS)
-def test_rows_are_there_after_a_barrier(variant: str) -> None:
-    """The launch after the one that writes and has the barrier reads what the peer wrote, not what was there."""
-    old, new, programs, wrong = ROWS[variant]
-    ranks = Ranks.moving_rows(1, programs)
+@pytest.mark.parametrize("variant", AT_ENDS)
+@pytest.mark.parametrize("make", [Ranks.moving_rows, Ranks.writing_directly], ids=["rows", "direct writes"])
+def test_data_is_there_in_the_next_launch(make: Callable[..., Ranks], variant: str) -> None:
+    """The launch after the one that writes and waits for its peer reads what the peer wrote, not what was there."""
+    old, new, programs, wrong = AT_ENDS[variant]
+    ranks = make(1, programs)
     data = followed(ranks, 0, 1, "push")
     good, bad = [], []
     for found in executions(ranks, {0: Behaviour(1), 1: Behaviour(2)}, data, lambda text: text.replace(old, new)):
@@ -246,30 +235,6 @@ def test_signals_of_token_dispatches(variant: str) -> None:
 
 
 # Direct writes into outputs of peers, and memory that is free behind a barrier at the end of a launch.
-
-DIRECT = {
-    "as it is": ("", "", 1, False),
-    "as it is, two programs": ("", "", 2, False),
-    "relaxed instead of release": ("st.release.sys", "st.relaxed.sys", 1, True),
-    "relaxed instead of acquire": ("ld.acquire.sys", "ld.relaxed.sys", 1, True),
-    "relaxed count of programs": ("atom.global.gpu.acq_rel", "atom.global.gpu.relaxed", 2, True),
-}
-
-
-@long
-@pytest.mark.parametrize("variant", DIRECT)
-def test_output_is_whole_after_a_direct_write(variant: str) -> None:
-    """The launch after the one that writes directly reads what the peer wrote, not what was there."""
-    old, new, programs, wrong = DIRECT[variant]
-    ranks = Ranks.writing_directly(1, programs)
-    data = followed(ranks, 0, 1, "push")
-    good, bad = [], []
-    for found in executions(ranks, {0: Behaviour(1), 1: Behaviour(2)}, data, lambda text: text.replace(old, new)):
-        (read,), (write,) = reads(found, 1), writes(found, 0)
-        good.append(found.find(found.reads_from(read, write)))
-        bad.append(found.find(found.reads_from(read, None)))
-    assert any(good) and any(bad) == wrong, bad
-
 
 REUSED = {
     "as it is": ("", "", True, False),

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import sys
-from itertools import product
 
 import pytest
 import torch
-from test_aot import TARGETS, assert_no_spill, each_target
-from test_token_kernels_aot import compile_kernel, row_launch, wide
 from token_cases import POISON
-from triton.runtime import interpreter
 
 from shardweave.errors import ArgumentError
-from shardweave.kernels.dtypes import ELEMENTS
-from shardweave.kernels.tokens.silu_and_mul import (
-    silu_and_mul,
-    silu_and_mul_backward,
-    silu_and_mul_backward_kernel,
-    silu_and_mul_kernel,
-)
+from shardweave.kernels.tokens.silu_and_mul import silu_and_mul, silu_and_mul_backward
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPSILON = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -92,48 +82,3 @@ def test_silu_and_mul_of_no_rows(device):
     with pytest.raises(ArgumentError, match="gate: .*the elements of a row adjacent"):
         silu_and_mul(torch.ones(8, 4, device=device).t(), torch.ones(4, 8, device=device), num_rows,
                      torch.empty(4, 8, device=device))  # fmt: skip
-
-
-def count_calls(monkeypatch: pytest.MonkeyPatch, name: str, counts: dict[str, int]) -> None:
-    made = getattr(interpreter.InterpreterBuilder, f"create_masked_{name}")
-
-    def counted(self, *args):
-        counts[name] += 1
-        return made(self, *args)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, f"create_masked_{name}", counted)
-
-
-@pytest.mark.interp
-def test_silu_and_mul_work_is_bounded_by_num_rows(monkeypatch):
-    """The number of loads does not depend on the buffer's length; backward zeros the other rows without reading."""
-    counts = {"load": 0, "store": 0}
-    for name in counts:
-        count_calls(monkeypatch, name, counts)
-    results = []
-    for rows, both in product((16, 160), (False, True)):
-        gradient, gate, up = given(rows, 8, torch.float32, 9, "cpu")
-        num_rows = torch.tensor([9], dtype=torch.int32)
-        outs = [torch.empty(rows, 8) for _ in range(2)]
-        counts.update(load=0, store=0)
-        if both:
-            silu_and_mul_backward(gradient, gate, up, num_rows, *outs)
-        else:
-            silu_and_mul(gate, up, num_rows, outs[0])
-        results.append((counts["load"], counts["store"]))
-    # Each of four programs reads the number of rows.
-    assert results == [(4 + 2 * 9, 9), (4 + 3 * 9, 2 * 16), (4 + 2 * 9, 9), (4 + 3 * 9, 2 * 160)]
-
-
-@pytest.mark.aot
-@each_target
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_silu_and_mul_is_vectorised_and_does_not_spill(target, dtype):
-    # Rows of one piece: loops over pieces are unrolled.
-    constants = {**row_launch(dtype, 4096 // dtype.itemsize), "DTYPE": ELEMENTS[dtype], "SOFT": False}
-    addresses = dict.fromkeys(("gate", "up", "out", "gradient", "gate_out", "up_out"), "i64")
-    pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
-    for kernel, loads, stores in ((silu_and_mul_kernel, 2, 1), (silu_and_mul_backward_kernel, 3, 4)):
-        compiled = compile_kernel(kernel, target, constants, **addresses)
-        assert_no_spill(compiled, target)
-        assert wide(compiled, target) == (loads * pieces, stores * pieces)

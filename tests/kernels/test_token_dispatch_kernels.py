@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
-from typing import Any
-
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 
@@ -69,43 +65,6 @@ def test_dispatch_and_combine(device, dtype, layout):
         near(on[2][rank].grad, by * (x * gradient).sum(1, keepdim=True), by * (x * gradient).abs().sum(1, keepdim=True))
     assert int(routed[2].dropped) == sum(max(0, n - 8) for n in seen)
     d.check()
-
-
-@pytest.mark.interp
-def test_sendrecv_launches_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those that chunks of fixed size launch as well. So what is compiled ahead of time covers chunks of exact
-    size."""
-    launched: set[tuple[str, frozenset]] = set()
-    start = InterpretedFunction.__getitem__
-
-    def noted(kernel: Any, grid: Any) -> Any:
-        def launch(*given: Any) -> Any:
-            constants = frozenset((n, str(v)) for n, v in zip(kernel.arg_names, given, strict=True) if n.isupper())
-            launched.add((kernel.fn.__name__, constants))
-            return start(kernel, grid)(*given)
-
-        return launch
-
-    monkeypatch.setattr(InterpretedFunction, "__getitem__", noted)
-
-    def train(align: int, one_sided: bool) -> set[tuple[str, frozenset]]:
-        launched.clear()
-        d = VirtualTokenDispatcher(
-            3, num_experts=4, top_k=2, hidden=16, max_tokens=2, dtype=torch.float32, align=align, one_sided=one_sided
-        )
-        xs, weights = [[torch.rand(2, n, requires_grad=True) for _ in range(3)] for n in (16, 2)]
-        routed = d.dispatch(xs, [torch.randint(0, 4, (2, 2)) for _ in range(3)], weights)
-        for add, weighted in product((None, xs), (True, False)):
-            ys = d.combine([r.x * 1 for r in routed], routed, add=add, weighted=weighted)
-            torch.autograd.backward(ys, [torch.ones_like(y) for y in ys], retain_graph=True)
-        return set(launched)
-
-    unaligned = train(1, one_sided=True)
-    assert {name for name, _ in unaligned} >= {"push_rows_kernel", "combine_rows_kernel", "weigh_rows_kernel"}
-    assert train(8, one_sided=True) - unaligned  # padding shows
-    for align in (1, 8):
-        two_sided = train(align, one_sided=False) - unaligned
-        assert {name for name, _ in two_sided} == {"group_rows_kernel", "locate_rows_kernel"}, align
 
 
 @pytest.mark.gpu

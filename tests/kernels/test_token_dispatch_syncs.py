@@ -9,10 +9,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 from moe_reference import tokens_of
-from sync_guard import SyncGuard, SyncRefused, on_the_host
+from sync_guard import SyncGuard, on_the_host
 from variants import crossed
 
 from shardweave.runtime.moe import simulate
@@ -133,25 +132,3 @@ def read_unguarded(read: Callable[..., Any]) -> Callable[..., Any]:
             torch.cuda.set_sync_debug_mode("error")
 
     return outside
-
-
-@pytest.mark.parametrize("verb", ["dispatch", "combine", "combine_backward"])
-@pytest.mark.parametrize("one_sided", [True, False])
-def test_sync_guard_covers_all_verbs(device, verb, one_sided, monkeypatch):
-    if device == "cuda":
-        pytest.skip("of the guard on the CPU")
-    monkeypatch.setattr(sendrecv, "chunk_sizes", on_the_host(sendrecv.chunk_sizes))
-    d = VirtualTokenDispatcher(
-        3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, one_sided=one_sided
-    )
-    kind = type(d.transfers[0])
-    does = getattr(kind, verb)
-
-    def planted(self, *args: Any, **given: Any) -> Any:
-        torch.ones(1).item()
-        return does(self, *args, **given)
-
-    monkeypatch.setattr(kind, verb, planted)
-    given = leaves(device, 0)
-    with pytest.raises(SyncRefused), Guard(device):
-        layer(d, given, True, False)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import sys
+from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from token_cases import POISON, Case, even_bounds, routing
+from token_loops import without_loops
 
 from shardweave.errors import ArgumentError
-from shardweave.kernels.addresses import KEPT_TABLES, AddressTables
-from shardweave.kernels.channel import SLOT, Failure
-from shardweave.kernels.tokens.combine_rows import PAIRS, combine_rows, combine_rows_reference, gather_values
+from shardweave.kernels.tokens.combine_rows import combine_rows, combine_rows_reference, gather_values
 from shardweave.kernels.tokens.copy_rows import copy_rows, fill_rows
 from shardweave.kernels.tokens.count_pairs import CountedPairs, CountShare, count_pairs
 from shardweave.kernels.tokens.group_rows import Groups, PhysicalExperts, group_rows
@@ -25,27 +26,33 @@ from shardweave.kernels.tokens.receive_rows import receive_rows
 from shardweave.kernels.tokens.route_rows import route_rows
 from shardweave.kernels.tokens.rows import (
     Buffers,
-    ChosenBuffers,
     RowLaunch,
     TokenRows,
-    contiguous_rows,
-    has_contiguous_rows,
 )
 from shardweave.kernels.tokens.weigh_rows import weigh_rows
-from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KINDS = ("uniform", "zipf", "hot", "none", "odd")
 plan = pytest.mark.plan
 
 
-@pytest.fixture(params=["reference", pytest.param("interpreter", marks=pytest.mark.interp),
+@pytest.fixture(params=["loops", "torch operations", pytest.param("interpreter", marks=pytest.mark.interp),
                         pytest.param("cuda", marks=pytest.mark.gpu)])  # fmt: skip
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device: the CPU with CPU paths or the interpreter, or a GPU."""
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The device: the CPU with compiled loops in three threads, with torch operations or with the interpreter, or a
+    GPU."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU: torch.cuda.is_available() is False")
-    return "cuda" if request.param == "cuda" else "cpu"
+    threads = torch.get_num_threads()
+    if request.param == "torch operations":
+        without_loops(monkeypatch)
+    elif request.param == "loops":
+        if importlib.util.find_spec("numba") is None:
+            pytest.skip("numba is not installed; it comes with shardweave[cpu]")
+        torch.set_num_threads(3)
+        monkeypatch.setattr("shardweave.kernels.tokens.compiled_loops._PARALLEL", 64)
+    yield "cuda" if request.param == "cuda" else "cpu"
+    torch.set_num_threads(threads)
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -194,16 +201,6 @@ def test_route_rows_with_few_programs(device, monkeypatch, programs):
         routed_in_one_launch(case, rank, device, groups, rows, physical_experts)
 
 
-def test_route_rows_refuses(device):
-    physical_experts = PhysicalExperts.divided((0, 2, 3), torch.device(device))
-    counted = CountedPairs(*[i32([[0]], device)] * 3)
-    for matrix in (i32([[0] * 3] * 2, device), i32([[0] * 4] * 3, device), i32([[0] * 5] * 2, device)[:, :4]):
-        with pytest.raises(ArgumentError, match="matrix"):
-            route_rows(counted, matrix, physical_experts, 0, 8)
-    with pytest.raises(ArgumentError, match="top_k"):
-        route_rows(CountedPairs(*[i32([[0] * 33], device)] * 3), i32([[0] * 4] * 2, device), physical_experts, 0, 8)
-
-
 def groups_of(case: Case, rank: int, device: str, physical_experts: PhysicalExperts) -> Groups:
     matrix = i32(case.matrix, device)
     return group_rows(matrix, physical_experts, rank, case.capacity, case.align, case.expert_capacity, case.batched)
@@ -251,48 +248,6 @@ def test_receive_rows(device, hidden, dtype):
             left = out is numbers[1] and not has_numbers
             want = torch.full_like(out[n:], POISON if fill is None or left else fill)
             assert torch.equal(out[n:], want) or want.isnan().all() and out[n:].isnan().all()
-
-
-def test_receive_rows_refuses(device):
-    rows, n, numbers = torch.zeros(3, 4, device=device), i32([1], device), torch.zeros(3, device=device)
-    for given, text in (
-        ((rows[:2], rows, n, None), "source"), ((rows.bfloat16(), rows, n, None), "source"),
-        ((None, rows[:, :2], n, 0.0), "target"), ((None, rows.long(), n, 0.0), "target"),
-        ((None, rows, n, None, (numbers[:2], numbers)), r"numbers\[0\]"),
-        ((None, rows, n, None, (numbers, numbers.double())), r"numbers\[1\]"),
-    ):  # fmt: skip
-        with pytest.raises(ArgumentError, match=text):
-            receive_rows(*given)
-
-
-def test_chosen_buffers(device):
-    """ChosenBuffers with a column of a matrix as the index."""
-    buffers = Buffers([torch.zeros(2, 3, device=device) for _ in range(6)])
-    received = i32([[9, 5], [9, 0], [9, 2]], device)
-    error = torch.zeros(1, dtype=torch.int64, device=device)
-    chosen = ChosenBuffers(buffers, received[:, 1], error)
-    assert [t.data_ptr() for t in chosen.tensors] == [buffers.tensors[i].data_ptr() for i in (5, 0, 2)]
-    table, bits = chosen.table()
-    assert table.tolist() == [b.data_ptr() for b in buffers.tensors] and bits == buffers.table()[1]
-    # Two tokens for each of three destinations, by kernels as by CPU paths: rows 0 and 1.
-    key, row = i32([[0], [0], [1], [1], [2], [2]], device), i32([[0], [1]] * 3, device)
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    groups = Groups(none.int(), none.int(), none.int(), none, none, i32([0], device), none)
-    x = torch.arange(1.0, 19.0, device=device).view(6, 3)
-    for failed, wanted in ((0, (5, 0, 2)), (1, (0, 0, 0))):
-        error.fill_(failed)
-        for buffer in buffers.tensors:
-            buffer.zero_()
-        push_rows(x, TokenRows(key, row), chosen, groups, 0, most_padding=0)
-        whole = torch.stack(buffers.tensors)
-        assert [i for i in range(6) if whole[i].any()] == sorted(set(wanted))
-        if not failed:
-            same(torch.cat([whole[i] for i in wanted]), x)
-        out = torch.empty_like(x)
-        combine_rows(TokenRows(key, row), chosen, out)
-        same(out, torch.cat([whole[i] for i in wanted]))
-    error.fill_(0)
-    assert (len(chosen), chosen.shape, chosen.dtype) == (3, (2, 3), torch.float32)
 
 
 def tokens_like(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -352,37 +307,6 @@ def test_push_rows_with_few_programs(device, programs):
     for hidden in (8, 200):
         launch = RowLaunch(64, 1, programs)
         check_push(rng, random_case(rng, "odd", k=3, tokens=[5, 1, 0], align=4), torch.bfloat16, hidden, device, launch)
-
-
-def test_row_launches():
-    """With num_sms one program for each SM, whose blocks are four times as large."""
-    assert RowLaunch.for_rows(7168, 2) == RowLaunch(2048, 4)
-    assert RowLaunch.for_rows(7168, 2, 20) == RowLaunch(8192, 16, 20) and RowLaunch.for_rows(7168, 2).programs is None
-    assert RowLaunch.for_rows(3, 4, 20) == RowLaunch(4, 1, 20)
-    assert RowLaunch(64, 1, 20).programs_for(9) == 9 and RowLaunch(64, 1, 20).programs_for(90) == 20
-
-
-def test_push_rows_without_padding(device):
-    """With most_padding=0, padding rows are not written."""
-    case = random_case(np.random.default_rng(2), "uniform", k=2, tokens=[3], ranks=1, experts=3, align=8)
-    physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
-    rows, groups = rows_of(case, 0, device, physical_experts)
-    buffer = torch.full((case.capacity, 8), POISON, device=device)
-    push_rows(torch.zeros(3, 8, device=device), rows, Buffers([buffer]), groups, 0, most_padding=0)
-    assert (buffer[case.padding(0)] == POISON).all() and case.padding(0)
-    assert int((buffer == 0).all(1).sum()) == 6
-
-
-def test_push_rows_without_weights_of_expanded_row(device):
-    case = random_case(np.random.default_rng(2), "uniform", k=2, tokens=[6], ranks=1, align=8)
-    physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
-    rows, groups = rows_of(case, 0, device, physical_experts)
-    buffer = torch.full((case.capacity, 8), POISON, device=device)
-    push_rows(torch.arange(8.0, device=device).expand(6, 8), rows, Buffers([buffer]), groups, 0)
-    end = max(case.ends)
-    written = buffer[:end].cpu()
-    assert set(map(tuple, written.tolist())) == {tuple(range(8)), (0,) * 8}
-    assert (buffer[end:] == POISON).all()
 
 
 @each_case
@@ -504,23 +428,6 @@ def test_fill_rows(device, dtype, shape, value):
         assert (target[:n] == POISON).all() and (target[-1] == POISON).all()
 
 
-@plan
-def test_fill_rows_refuses():
-    whole, n = torch.zeros(4, 6), i32([2])
-    for target in (whole[:, :3], whole.double(), whole.short(), whole[0, 0]):
-        with pytest.raises(ArgumentError, match="target: .*; allowed: floats or int32 of 16 or 32 bits"):
-            fill_rows(target, n, 0.0)
-
-
-@plan
-def test_copy_rows_refuses():
-    whole, n = torch.zeros(4, 6), i32([2])
-    refused = (whole[:, :3], whole[:, 3:]), (whole, whole[:3]), (whole, whole.half()), (whole.long(), whole.long())
-    for source, target in refused:
-        with pytest.raises(ArgumentError, match="source|target"):
-            copy_rows(source, target, n)
-
-
 @each_case
 def test_gather_values(device, kind, given):
     case = random_case(np.random.default_rng(13), kind, **given)
@@ -530,26 +437,6 @@ def test_gather_values(device, kind, given):
         rows, _ = rows_of(case, rank, device, physical_experts)
         want = [[0.0 if e is None else buffers[e[0]][e[1]].item() for e in es] for es in case.rows[rank]]
         same(gather_values(rows, Buffers(buffers)), torch.tensor(want).view(case.ids[rank].shape).float())
-
-
-@pytest.mark.interp
-@pytest.mark.parametrize("failed", [False, True])
-@pytest.mark.parametrize("tokens", [PAIRS.value, 5, 0])
-def test_gather_values_releases_window(tokens: int, failed: bool) -> None:
-    """Of rank 0 of two; after a failure the numbers are overwritten, and the peer is told."""
-    memory = {rank: torch.zeros(pad_bytes(2) + 256, dtype=torch.uint8) for rank in range(2)}
-    failure = Failure(torch.device("cpu"))
-    signals = Window(0, memory, 0, failure).signals(1)
-    released = memory[1][SLOT * 8 :][:8].view(torch.int64)  # what rank 0 has told rank 1
-    key, row = i32([[0, 3]] * tokens).view(tokens, 2), i32([[t, t + 1] for t in range(tokens)]).view(tokens, 2)
-    buffers = [torch.rand(tokens + 1) for _ in range(2)]
-    if failed:
-        failure.fail()
-    for call in (1, 2):
-        found = gather_values(TokenRows(key, row), Buffers(buffers), signals)
-        want = torch.stack([buffers[0][:-1], buffers[1][1:]], 1)
-        assert found.shape == (tokens, 2) and (found.isnan().all() if failed else found.equal(want))
-        assert released.item() == (-1 if failed else call)
 
 
 @plan
@@ -570,6 +457,11 @@ def test_gather_values_releases_window(tokens: int, failed: bool) -> None:
         (lambda: PhysicalExperts.divided((0, 3, 2), torch.device("cpu")), "bounds"),
         (lambda: Buffers([torch.zeros(2, 3), torch.zeros(2, 4)]), r"buffers\[1\]"),
         (lambda: locate_rows(*[torch.zeros(1, 33).int()] * 2, None, two_experts()), "top_k: 33"),
+        (lambda: route_rows(CountedPairs(*[i32([[0]])] * 3), i32([[0] * 3] * 2), two_experts(), 0, 8), "matrix"),
+        (lambda: receive_rows(torch.zeros(2, 4), torch.zeros(3, 4), i32([1]), None), "source"),
+        (lambda: receive_rows(None, torch.zeros(3, 4)[:, :2], i32([1]), 0.0), "target"),
+        (lambda: fill_rows(torch.zeros(4, 6).double(), i32([2]), 0.0), "target: .*; allowed: floats or int32 of 16"),
+        (lambda: copy_rows(torch.zeros(4, 6), torch.zeros(3, 6), i32([2])), "source|target"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -580,36 +472,3 @@ def test_token_kernels_refuse_wrong_arguments(call, text):
 
 def two_experts() -> PhysicalExperts:
     return PhysicalExperts.divided((0, 2), torch.device("cpu"))
-
-
-@plan
-def test_address_tables_are_cached_by_addresses():
-    """Rotating buffers reuse cached tables; evicted ones are uploaded again."""
-    tables = AddressTables(torch.device("cpu"))
-    sets = [[torch.zeros(2, 3) for _ in range(3)] for _ in range(KEPT_TABLES + 1)]
-    first = [Buffers(s, tables).table() for s in sets]
-    for s, (table, bits) in zip(sets, first, strict=True):
-        assert table.tolist() == [t.data_ptr() for t in s]
-        assert bits == s[0].data_ptr() | s[1].data_ptr() | s[2].data_ptr()
-    assert all(Buffers(s, tables).table()[0] is t for s, (t, _) in zip(sets[1:], first[1:], strict=True))
-    assert Buffers(sets[0], tables).table()[0] is not first[0][0]
-    apart = AddressTables(torch.device("cpu"), [1, 4], 6)
-    assert apart.of((7, 1 << 63)).tolist() == [0, 7, 0, 0, -(1 << 63), 0]
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides", "is_contiguous"),
-    [
-        ((3, 4), (4, 1), True),
-        ((3, 4), (7, 1), True),
-        ((3, 4), (1, 3), False),
-        ((3, 1), (1, 5), True),
-        ((0, 4), (1, 3), True),
-        ((3, 0), (1, 3), True),
-    ],
-)
-def test_contiguous_rows(shape: tuple[int, int], strides: tuple[int, int], is_contiguous: bool) -> None:
-    x = torch.arange(32.0).as_strided(shape, strides)
-    assert has_contiguous_rows(x) == is_contiguous
-    rows = contiguous_rows(x)
-    assert (rows is x) == is_contiguous and torch.equal(rows, x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +19,9 @@ from shardweave.kernels import (
     Groups,
     PhysicalExperts,
     QuantizedRows,
-    RowsInParts,
     TokenRows,
     combine_rows,
-    count_pairs,
-    gather_values,
-    host_array,
     locate_rows,
-    push_rows,
     weigh_rows,
     why_not_compiled,
 )
@@ -35,7 +29,7 @@ from shardweave.kernels.tokens.combine_rows import combine_rows_reference
 
 pytestmark = pytest.mark.plan
 
-HIDDEN = (1, 31, 32, 33, 100, 257)
+HIDDEN = (1, 33, 257)
 NAN = float("nan")
 
 
@@ -73,28 +67,6 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor, with one NaN for all."""
     as_ints = x.contiguous().view({2: torch.int16, 4: torch.int32}[x.itemsize])
     return torch.where(x.isnan(), -1, as_ints)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("dtype", PAYLOADS)
-@pytest.mark.parametrize("hidden", HIDDEN)
-def test_combine_rows(hidden: int, dtype: torch.dtype, nested: bool) -> None:
-    rng, g = np.random.default_rng(hidden), torch.Generator().manual_seed(hidden)
-    for tokens, k, ranks in ((0, 2, 3), (1, 1, 1), (9, 5, 4), (6, 0, 2), (23, 3, 2)):
-        rows = random_rows(rng, tokens, k, ranks, tokens * k + 1)
-        values = [torch.randn(tokens * k + 1, hidden, generator=g).to(dtype) for _ in range(ranks)]
-        values[0][:1, :1], values[-1][-1:, -1:] = -0.0, float("inf")
-        nodes = torch.arange(ranks, dtype=torch.int32) // 2 if nested else None
-        # Weights and results are strided.
-        weights = torch.randn(tokens, 2 * k, generator=g)[:, ::2]
-        added = torch.randn(tokens, hidden + 3, generator=g).to(dtype)[:, :hidden]
-        for given, add in ((weights, None), (None, added), (weights.contiguous(), added)):
-            out = torch.full((tokens, 2 * hidden), NAN, dtype=dtype)
-            combine_rows(rows, Buffers(values), out[:, :hidden], given, add, nodes=nodes)
-            want = combine_rows_reference(rows, values, given, add, None if nodes is None else nodes.tolist())
-            assert bits(out[:, :hidden]).equal(bits(want))
-            assert out[:, hidden:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", PAYLOADS)
@@ -144,28 +116,6 @@ def test_combine_quantized_rows(hidden: int, dtype: torch.dtype, name: str) -> N
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [*PAYLOADS, torch.int32])
-@pytest.mark.parametrize("hidden", HIDDEN)
-def test_push_rows(hidden: int, dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(hidden)
-    none, experts = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
-    groups = Groups(experts, experts, experts, none, none, experts, none)
-    for tokens, k, ranks in ((0, 2, 3), (1, 1, 1), (9, 5, 4), (6, 0, 2)):
-        rows = random_rows(rng, tokens, k, ranks, tokens * k + 1)
-        x = torch.randint(-99, 99, (tokens, 2 * hidden)).to(dtype)[:, hidden:]
-        weights = torch.randn(tokens, 2 * k)[:, ::2]
-        buffers = [torch.full((tokens * k + 1, hidden), 77).to(dtype) for _ in range(ranks)]
-        numbers = [torch.full((tokens * k + 1,), 77.0) for _ in range(ranks)]
-        want, want_numbers = [b.clone() for b in buffers], [n.clone() for n in numbers]
-        for t, (keys, of_rows) in enumerate(zip(rows.key.tolist(), rows.row.tolist(), strict=True)):
-            for key, row in zip(keys, of_rows, strict=True):
-                if row >= 0:
-                    want[key // k][row], want_numbers[key // k][row] = x[t], weights[t, key % k]
-        push_rows(x, rows, Buffers(buffers), groups, 0, weights, Buffers(numbers))
-        assert all(map(torch.equal, buffers, want)) and all(map(torch.equal, numbers, want_numbers))
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", PAYLOADS)
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_weigh_rows(hidden: int, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
@@ -202,70 +152,6 @@ def documented_sums(products: torch.Tensor) -> torch.Tensor:
     for column in products[:, whole:].T:
         rest = rest + column
     return lanes[:, 0] + rest
-
-
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("replicated", [False, True])
-@pytest.mark.parametrize("tokens, k", [(0, 2), (1, 1), (9, 4), (40, 8), (5, 0)])
-def test_count_pairs(tokens: int, k: int, replicated: bool, ids_dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(tokens)
-    number = 5 if replicated else 8
-    table = torch.tensor(rng.choice(8, 5, replace=False), dtype=torch.int32) if replicated else None
-    ids = torch.tensor(rng.integers(-2, number + 2, (tokens, k))).to(ids_dtype)  # some are bad
-    if ids.numel():
-        ids[0, 0] = torch.iinfo(ids_dtype).min
-        ids[-1, -1] = torch.iinfo(ids_dtype).max
-    for given in (ids, ids.T.contiguous().T):
-        expert, place, counts = count_pairs(given, number, table, 8)
-        seen = [0] * 9
-        for i, id_ in enumerate(ids.flatten().tolist()):
-            want = -1 if not 0 <= id_ < number else id_ if table is None else int(table[id_])
-            assert int(expert.flatten()[i]) == want
-            assert int(place.flatten()[i]) == (-1 if want < 0 else seen[want])
-            seen[want if want >= 0 else 8] += want >= 0 or id_ != -1
-        assert counts.tolist() == seen
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("most", [0, 2, 100])
-@pytest.mark.parametrize("tokens, k", [(0, 2), (1, 1), (9, 4), (40, 8), (5, 0)])
-def test_locate_rows(tokens: int, k: int, most: int) -> None:
-    experts = PhysicalExperts.divided((0, 2, 2, 5, 8), torch.device("cpu"))
-    counted = count_pairs(torch.randint(-1, 8, (tokens, k)), 8)
-    start = torch.tensor([0, 5, 0, 3, 30, 9, 90, 900])  # int64, as some callers have them
-    limit = counted.counts[:-1].clamp(max=most)
-    rows = locate_rows(counted.physical_expert, counted.place, Groups(start, limit, *[limit[:0]] * 5), experts)
-    for t in range(tokens):
-        pairs = []
-        for i, (e, at) in enumerate(zip(counted.physical_expert[t].tolist(), counted.place[t].tolist(), strict=True)):
-            kept = e >= 0 and at < int(limit[e])
-            pairs.append((int(experts.destination[e]) if kept else 4, i, int(start[e]) + at if kept else -1))
-        assert rows.key[t].tolist() == [d * k + i for d, i, _ in sorted(pairs)]
-        assert rows.row[t].tolist() == [row for _, _, row in sorted(pairs)]
-
-
-@pytest.mark.parametrize("dtype", PAYLOADS)
-def test_rows_in_parts(dtype: torch.dtype) -> None:
-    """They are read and written as those of one buffer that all destinations have."""
-    experts = PhysicalExperts.divided((0, 2, 2, 5, 8), torch.device("cpu"))
-    counted = count_pairs(torch.randint(-1, 8, (9, 4)), 8)
-    counts = counted.counts[:-1]
-    groups = Groups((counts.cumsum(0) - counts).int(), counts, *[counts[:0]] * 5)
-    rows = locate_rows(counted.physical_expert, counted.place, groups, experts)
-    sizes = [int(counts[low:high].sum()) for low, high in zip(experts.bounds, experts.bounds[1:], strict=False)]
-    x, weights = torch.randn(9, 5).to(dtype), torch.randn(9, 4)
-    buffers, numbers = torch.zeros(sum(sizes), 5, dtype=dtype), torch.zeros(sum(sizes))
-    of_parts = [[host_array(part.clone()) for part in whole.split(sizes)] for whole in (buffers, numbers)]
-    parts, number_parts = RowsInParts(of_parts[0], dtype), RowsInParts(of_parts[1], torch.float32)
-    assert parts.shape == buffers.shape and len(parts) == 4
-    results: list[Any] = []
-    for of_rows, of_numbers in ((parts, number_parts), (Buffers([buffers] * 4), Buffers([numbers] * 4))):
-        push_rows(x, rows, of_rows, groups, 0, weights, of_numbers, most_padding=0)
-        out = torch.empty(9, 5, dtype=dtype)
-        combine_rows(rows, of_rows, out, weights)
-        results.append((out, gather_values(rows, of_numbers)))
-    assert all(map(torch.equal, *results))
-    assert np.concatenate(of_parts[1]).tolist() == numbers.tolist()
 
 
 def test_buffers_without_memory_are_refused(request: pytest.FixtureRequest) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, product, repeat
+from itertools import product, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -456,13 +456,12 @@ def _joined(found: list[Path]) -> list[Path]:
 
 def executions(
     ranks: Ranks, behaviours: Mapping[int, Behaviour], data: int | None = None, change: Callable[[str], str] = str,
-    streams: bool = True, part: tuple[int, int] = (0, 1),
+    streams: bool = True,
 ) -> Iterator[Execution]:  # fmt: skip
     """All that these ranks do together, for each combination of ways through their blocks.
 
     Args:
         streams: whether a kernel begins when the one before it has ended.
-        part: (i, n): only every n-th combination from the i-th on.
     """
     while True:
         after: list[tuple[Node, Node]] = []
@@ -480,7 +479,7 @@ def executions(
             break
         except SharedWords:
             continue
-    for combined in islice(product(*of_ranks), part[0], None, part[1]):
+    for combined in product(*of_ranks):
         yield _execution([path for paths in combined for path in paths], after)
 
 
