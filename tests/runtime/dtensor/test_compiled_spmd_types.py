@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from rank_processes import run_ranks
-from test_spmd_types import ASYNC, Outcome, outcome, same, values
+from test_spmd_types import Outcome, outcome, same, values
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardweave
@@ -79,22 +79,6 @@ def every_collective(rank: int) -> None:
 
 def test_every_collective() -> None:
     run_ranks(every_collective, 2)
-
-
-def forms_of_results(rank: int) -> None:
-    """Strides, dtypes, tensors that are not contiguous, no gradient, `async_op`."""
-    shardweave.install(spmd_types=True)
-    to, x = {"axis": dist.group.WORLD}, values(rank, 4, 6).t()
-    assert_carried(partial(spmd.redistribute, src=P, dst=S(0), **to), x, 2)
-    assert_carried(partial(spmd.redistribute, src=P, dst=S(1), **to), x, 2)
-    assert_carried(partial(spmd.redistribute, src=S(0), dst=S(1), **to), x, 2)
-    assert_carried(partial(spmd.redistribute, src=P, dst=R, **to), values(rank, 3, dtype=torch.int64), 1)
-    if ASYNC:
-        assert_carried(lambda x: spmd.all_gather(x, src=S(0), dst=R, async_op=True, **to) * 2, x, 2)
-
-
-def test_forms_of_results() -> None:
-    run_ranks(forms_of_results, 2)
 
 
 class Axis(Enum):

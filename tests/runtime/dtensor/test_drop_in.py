@@ -15,13 +15,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.profiler import profile
-from torch.utils._debug_mode import DebugMode
 
 import shardweave
-from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
+from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError
 
 pytestmark = pytest.mark.multi
 TWICE = hasattr(torch_redistribute, "NestedRedistribute")  # whether torch's own is differentiable twice
@@ -55,12 +52,6 @@ def held(x: torch.Tensor, mesh: DeviceMesh, placements: Any, order: dict[int, tu
 def right(got: DTensor, x: torch.Tensor, order: dict[int, tuple[int, ...]]) -> bool:
     local, want = got._local_tensor, cut(x, got.device_mesh, order)
     return local.shape == want.shape and bool(local.equal(want))
-
-
-def on_all_ranks(fine: bool) -> bool:
-    flags = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(flags, fine)
-    return all(flags)
 
 
 def uneven_nested_gather(mesh: DeviceMesh, n: int) -> bool:
@@ -323,62 +314,6 @@ def test_stats_count_and_time_each_redistribution() -> None:
     run_ranks(counted, 4)
 
 
-def watched(rank: int) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (2,))
-    x = whole(8, 4)
-    source = distribute_tensor(x, mesh, (S0,), src_data_rank=None)
-    stats = shardweave.stats()
-    stats.reset()
-    with shardweave.installed():
-        with CommDebugMode() as seen:
-            source.redistribute(placements=(R,))
-        assert seen.get_total_counts() == 1
-        with DebugMode(record_torchfunction=False) as debug:
-            source.redistribute(placements=(R,))
-        assert "redistribute_input" in debug.debug_string() or "all_gather" in debug.debug_string()
-
-        def model(v: DTensor) -> DTensor:
-            return v.redistribute(placements=(R,)) * 2
-
-        assert torch.compile(model, fullgraph=True, backend="aot_eager")(source).full_tensor().equal(2 * x)
-        direct = torch.compile(lambda v: shardweave.redistribute(v, (R,)) * 2, fullgraph=True, backend="aot_eager")
-        assert direct(source).full_tensor().equal(2 * x) and not stats.ignored
-        as_text = torch.compile(lambda v: shardweave.redistribute(v, "R") * 2, fullgraph=True, backend="aot_eager")
-        assert as_text(source).full_tensor().equal(2 * x) and not stats.ignored
-        given = torch.compile(
-            lambda v: shardweave.redistribute(v, (R,), transport="process_group", reduction="fast") * 2,
-            fullgraph=True, backend="aot_eager",
-        )  # fmt: skip
-        assert given(source).full_tensor().equal(2 * x) and set(stats.ignored) == {"transport"}
-        before = stats.calls.total()
-        with profile() as profiled:
-            source.redistribute(placements=(R,))
-        assert stats.calls.total() == before + 1
-    names = [event.key for event in profiled.key_averages()]
-    for phase in ("redistribute", "copy", "exchange"):
-        assert f"shardweave::{phase}" in names
-    bitwise = DTensor.from_local(torch.ones(4, dtype=torch.int32), mesh, (Partial("band"),), run_check=False)
-    with pytest.raises(UnsupportedError):
-        shardweave.redistribute(bitwise, (R,))
-    return dict(stats.delegations)
-
-
-def test_debug_modes_see_torch_collectives() -> None:
-    for delegations in run_ranks(watched, 2):
-        assert set(delegations) == {
-            f"{name} reports torch's own collectives" for name in ("CommDebugMode", "DebugMode")
-        }
-
-
-def delegated_otherwise(rank: int) -> None:
-    shardweave.stats().delegations["something new"] += 1
-
-
-def test_unexpected_delegations_fail_tests() -> None:
-    with pytest.raises(AssertionError, match="not listed: .'something new'"):
-        run_ranks(delegated_otherwise, 2)
-
-
 def ordered(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     x = whole(8, 4)
@@ -521,31 +456,6 @@ def with_another_past(rank: int) -> None:
 
 def test_ranks_with_different_histories_choose_the_same_groups() -> None:
     run_ranks(with_another_past, 4, environment={"SHARDWEAVE_TRANSPORT": "process_group", "SHARDWEAVE_TIMEOUT": "20"})
-
-
-def between_meshes(rank: int) -> None:
-    here, there, both = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3]), DeviceMesh("cpu", [1, 2])
-    for shape in ((6,), (6, 4), (5, 3, 2)):
-        x = whole(*shape)
-        for target in (there, both):
-            if here.get_coordinate() is None:
-                spec = DTensorSpec(here, (S0,), TensorMeta(x.shape, x.stride(), x.dtype))
-                source = DTensor(torch.empty(0), spec, requires_grad=False)
-            else:
-                source = held(x, here, (S0,), {0: (0,)})
-            with shardweave.installed():
-                for placement, order in ((Shard(len(shape) - 1), {len(shape) - 1: (0,)}), (R, {})):
-                    got = source.redistribute(target, (placement,))
-                    assert got.device_mesh == target
-                    if target.get_coordinate() is not None:
-                        assert right(got, x, order), (shape, placement)
-                if len(shape) == 1 and {here.get_coordinate() is None, target.get_coordinate() is None} != {True}:
-                    with CommDebugMode(), pytest.raises(UnsupportedError, match="another mesh: CommDebugMode reports"):
-                        source.redistribute(target, (R,))
-
-
-def test_other_mesh_with_any_number_of_dims() -> None:
-    run_ranks(between_meshes, 4)
 
 
 def refused_meanwhile(rank: int) -> None:

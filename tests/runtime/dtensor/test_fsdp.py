@@ -459,33 +459,15 @@ def however_tensors_lie(rank: int, transport: str) -> None:
 @pytest.mark.parametrize(
     ("transport", "size"),
     [
-        *(pytest.param("shared_memory", size, marks=pytest.mark.long) for size in (2, 5)),
+        pytest.param("shared_memory", 5, marks=pytest.mark.long),
         ("process_group", 3),
-        *(pytest.param("hierarchical", size, marks=pytest.mark.long) for size in (4, 5)),
+        pytest.param("hierarchical", 5, marks=pytest.mark.long),
         ("symmetric_memory", 3),
     ],
 )
 def test_collectives_of_strided_and_lazy_tensors(transport: str, size: int) -> None:
     chosen = {"SHARDWEAVE_NODE_SIZE": "2"} if transport == "hierarchical" else {"SHARDWEAVE_TRANSPORT": transport}
     run_ranks(however_tensors_lie, size, transport, environment=chosen)
-
-
-def strided_in_a_group_of_one(rank: int) -> None:
-    gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
-    for call in (gather, lambda out, x, group: scatter(out, x, group, dist.ReduceOp.AVG)):
-        for x in same_order(torch.arange(6.0)).values():
-            out = spread(torch.full((6,), 99.0), (6,), (2,))
-            call(out, x, dist.group.WORLD)
-            assert torch.equal(out, torch.arange(6.0))
-        buffer = torch.arange(8.0)
-        for out, x in ((buffer[:4], buffer[2:6]), (buffer[:4], buffer[:4]), (buffer[::2], buffer[:4])):
-            expected = x.clone()
-            call(out, x, dist.group.WORLD)
-            assert torch.equal(out, expected)
-
-
-def test_strided_collectives_in_a_group_of_one() -> None:
-    run_ranks(strided_in_a_group_of_one, 1)
 
 
 def refused_by_all_alike(rank: int, transport: str) -> None:
@@ -500,28 +482,13 @@ def refused_by_all_alike(rank: int, transport: str) -> None:
     wrong = [
         (lambda: gather(out, DTensor.from_local(x, mesh), group), "input_tensor: a DTensor; allowed"),
         (lambda: gather(out.to("meta"), x, group), "output_tensor: on the meta device, which has no data"),
-        (lambda: gather(out, x.to_sparse(), group), "input_tensor: torch.sparse_coo on cpu"),
         (
             lambda: gather(torch.zeros(1).expand(n * size), x, group),
             "output_tensor: .* no two elements in the same memory",
         ),
-        (
-            lambda: gather(torch.zeros(n + size).as_strided((n, size), (1, 1)), x, group),
-            "output_tensor: .* no two elements in the same memory",
-        ),
-        (
-            lambda: scatter(torch.zeros(1).expand(n), out, group, dist.ReduceOp.SUM),
-            "output_tensor: .* no two elements in the same memory",
-        ),
         (lambda: gather(inference, x, group), "output_tensor: made under torch.inference_mode"),
         (lambda: gather(x, x, other), "group: .*; allowed: a process group that this rank is in"),
-        (lambda: gather(x, x, None), "group: None; allowed"),
-        (lambda: gather(out.double(), x, group), "of the same dtype and device"),
         (lambda: scatter(x[:2], out, group, dist.ReduceOp.SUM), "as large as the other"),
-        (
-            lambda: scatter(x.int(), out.int(), group, dist._make_nccl_premul_sum(2.5)),
-            "op: a factor of 2.5 for torch.i",
-        ),
     ]
     for turn, (call, text) in enumerate(wrong):
         # A group without this rank has no known peers.

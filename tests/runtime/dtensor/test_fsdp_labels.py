@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardweave
@@ -137,41 +136,3 @@ def refused_ones(rank: int) -> None:
 
 def test_refused_parameters_are_named() -> None:
     run_ranks(refused_ones, 4)
-
-
-def accepted_ones(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
-    grid = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
-
-    def of_torch() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 6))
-        whole = {name: p.detach().clone() for name, p in model.named_parameters()}
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        return fully_shard(model, mesh=mesh["dp"]), whole
-
-    def cut_along_another_dim() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-        layer = Layer(16, mesh["tp"], 2)
-        return fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1)), {"w": values(16)}
-
-    def two_dims(*placements: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-        layer, whole = Layer(16, mesh["tp"], 1), values(16)
-        first, second = grid["ep"].get_local_rank(), grid["tp"].get_local_rank()
-        in_order = (first, second) if type(placements[0]) is Shard else (second, first)
-        mine = part(part(whole, 2, in_order[0]), 2, in_order[1])
-        layer.w = nn.Parameter(DTensor.from_local(mine, grid["ep", "tp"], placements, run_check=False))
-        return fully_shard(layer, mesh=grid["dp"]), {"w": whole}
-
-    for model, whole in (
-        of_torch(),
-        cut_along_another_dim(),
-        two_dims(Shard(0), Shard(0)),
-        two_dims(_StridedShard(0, split_factor=2), Shard(0)),
-    ):
-        assert not refusal(model)
-        for name, parameter in model.named_parameters():
-            assert follows_its_label(parameter, whole[name]), (name, parameter)
-
-
-def test_parameters_that_follow_their_placements_are_adapted() -> None:
-    run_ranks(accepted_ones, 4)

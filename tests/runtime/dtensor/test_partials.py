@@ -188,21 +188,3 @@ def trained_as_torch_does(rank: int) -> None:
 def test_embeddings_in_checkpointed_regions_and_in_inference_mode() -> None:
     """A mask lives from the look-up to the sum: recomputed regions and inference mode release it as well."""
     run_ranks(trained_as_torch_does, 2)
-
-
-def explained(rank: int) -> None:
-    """Norms along two mesh dims are two programs; `explain`, `prepare_redistribute` and the peers of a refused call
-    know both."""
-    mesh, stats = init_device_mesh("cpu", (2, 2)), shardweave.stats()
-    norms = DTensor.from_local(torch.full((3,), 1.0 + rank), mesh, [_NormPartial(2.0)] * 2, run_check=False)
-    text = shardweave.explain(norms, (R, R))
-    assert "P P → R P" in text and "R P → R R" in text, text
-    stats.reset()
-    shardweave.prepare_redistribute(norms, (R, R))
-    found = shardweave.redistribute(norms, (R, R))
-    assert found.to_local().equal(torch.full((3,), 1.0 + 4 + 9 + 16).sqrt())
-    assert sum(stats.calls.values()) == 2
-
-
-def test_norms_are_explained_as_they_are_carried_out() -> None:
-    run_ranks(explained, 4)

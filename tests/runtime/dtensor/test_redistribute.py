@@ -150,27 +150,6 @@ def test_float_sums_are_bitwise_equal_on_replicas_and_transports() -> None:
     assert results[0][0] == results[0][1] and results[0][2] == results[0][3]
 
 
-def gradients(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    x = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for source, target in (
-        ((Shard(0), Shard(1)), (Shard(1), Replicate())),
-        ((Shard(0), Shard(0)), (Replicate(), Shard(0))),
-    ):
-        d = distribute_tensor(x, mesh, source).requires_grad_()
-        y = shardweave.redistribute(d, target)
-        (y * y).sum().backward()
-        assert d.grad is not None and d.grad.placements == tuple(source)
-        torch.testing.assert_close(d.grad.full_tensor(), 2 * x, rtol=0, atol=0)
-    p = DTensor.from_local(torch.ones(4, 3), mesh, [Partial(), Replicate()], run_check=False).requires_grad_()
-    shardweave.redistribute(p, [Shard(0), Replicate()]).sum().backward()
-    assert p.grad is not None and p.grad.placements == (Replicate(), Replicate())
-
-
-def test_redistribute_is_differentiable() -> None:
-    run_ranks(gradients, 4)
-
-
 def stock_through_ours(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = torch.arange(35.0).view(7, 5)
@@ -382,9 +361,7 @@ def layouts_in_other_forms(rank: int, transport: str) -> None:
     assert any(text.startswith(f"a batch of 5 tensors: {first}; 1 more, 0x") for text in counted)
     for form, text in (
         ("S1 S9", "placements: mesh dim 1 shards tensor dim 9, out of range; allowed: 0..1"),
-        ("S1", "placements: S1 has 1 placements, the mesh (2, 2) has 2 dims; allowed: one each"),
         ("s1 R", "placements: unknown token 's1'; allowed: R, S<dim>"),
-        (7, "placements: 7; allowed: a Layout, its text form, or a sequence of Replicate, Shard, Partial"),
         ([Shard(0)], "placements: 1 given for a mesh of 2 dims"),
     ):
         for call in (shardweave.redistribute, shardweave.explain, shardweave.prepare_redistribute):
@@ -393,10 +370,6 @@ def layouts_in_other_forms(rank: int, transport: str) -> None:
             assert text in str(raised.value)
     with pytest.raises(shardweave.ArgumentError, match="^shard_order: given together with the layout S0 S0"):
         shardweave.redistribute(source, "S0 S0", shard_order={0: (1, 0)})
-    with pytest.raises(shardweave.ArgumentError, match="^placements: 'S1 S0'; allowed: a list of the placements or"):
-        shardweave.redistribute_batch([source], "S1 S0")
-    with pytest.raises(shardweave.ArgumentError, match="^dtensors: 5; allowed: a list of DTensors"):
-        shardweave.redistribute_batch(5, ["S1 S0"])  # type: ignore[arg-type]
     with pytest.raises(shardweave.ArgumentError, match="^topology: 'nvlinks'; allowed: a Topology, or None, or a name"):
         shardweave.redistribute(source, "S1 S0", topology="nvlinks")  # type: ignore[arg-type]
 
@@ -422,19 +395,6 @@ def wrong_under_install(rank: int) -> None:
                     x.detach().requires_grad_(requires_grad).redistribute(placements=placements)
                 assert str(raised.value) == text
         assert x.redistribute(placements=[Replicate()] * 2).to_local().equal(whole_tensor((8, 6), torch.float32))
-        without_data = DTensor.from_local(
-            torch.zeros(4, 6, device="meta"), mesh, [Shard(0), Replicate()], run_check=False
-        )
-        without_data.redistribute(placements=[Replicate()] * 2)
-        assert set(shardweave.stats().delegations) == {"local tensor is on the meta device, which has no data"}
-    shardweave.stats().delegations.clear()
-    text = "dtensors?.*: its local tensor is on the meta device, which has no data; allowed: a strided tensor with data"
-    for call in (
-        lambda: shardweave.redistribute(without_data, "R R"),
-        lambda: shardweave.redistribute_batch([without_data], ["R R"]),
-    ):
-        with pytest.raises(shardweave.UnsupportedError, match=text):
-            call()
 
 
 def test_wrong_placements_under_install() -> None:

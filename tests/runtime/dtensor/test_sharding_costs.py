@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -47,16 +46,6 @@ def torch_as_it_was() -> Iterator[None]:
     yield
     shardweave.uninstall()
     shardweave.stats().reset()
-
-
-def test_install_without_what_costs_need_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    sharding_costs.cache_clearer.cache_clear()
-    monkeypatch.setitem(sys.modules, "torch.distributed.tensor.debug", None)  # cannot be imported
-    with pytest.raises(ImportError):
-        shardweave.install(costs=True)
-    assert not shardweave.is_installed() and torch_costs.redistribute_cost is sharding_costs.stock_redistribute_cost
-    shardweave.install()
-    shardweave.uninstall()
 
 
 def spec(mesh: DeviceMesh, *placements: Any, shape: tuple[int, ...] = SHAPE, **options: Any) -> DTensorSpec:
@@ -108,17 +97,12 @@ def test_strided_shards_decode_to_orders(mesh: DeviceMesh) -> None:
     ("change", "error", "text"),
     [
         ({"mesh": (2, "4")}, ArgumentError, "mesh: (2, '4')"),
-        ({"mesh": None}, ArgumentError, "mesh: None"),
-        ({"shape": 5}, ArgumentError, "shape: 5"),
         ({"shape": (8, -1)}, ArgumentError, "shape: (8, -1)"),
         ({"dtype": torch.quint8}, ArgumentError, "dtype: 'quint8' is not supported"),
-        ({"dtype": "float"}, ArgumentError, "dtype: 'float' is not supported"),
         ({"source": "S0 Q"}, ArgumentError, "source: unknown token 'Q'"),
         ({"source": 3}, ArgumentError, "source: 3; allowed: a Layout, its text form, or a sequence of Replicate"),
         ({"target": [Shard(0)]}, ArgumentError, "target: 1 given for a mesh of 2 dims; allowed: one per mesh dim"),
-        ({"target": []}, ArgumentError, "target: 0 given for a mesh of 2 dims; allowed: one per mesh dim"),
         ({"target": [Shard(0), 5]}, ArgumentError, "target: mesh dim 1 has 5; allowed: Replicate, Shard, Partial"),
-        ({"target": [Shard(0), {}]}, ArgumentError, "target: mesh dim 1 has {}; allowed: Replicate, Shard, Partial"),
         ({"target": [Shard(2), Replicate()]}, ArgumentError, "target: mesh dim 0 shards tensor dim 2; allowed: -2..1"),
         ({"target": [Partial("product"), Replicate()]}, UnsupportedError, "target: mesh dim 0 becomes a partial"),
         ({"source": [Partial("bor"), Shard(0)]}, UnsupportedError, "source: placement P(bor) on mesh dim 0"),
@@ -199,9 +183,7 @@ def every_spec(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> 
 @pytest.mark.parametrize(
     ("sizes", "shape", "dtype"),
     [
-        pytest.param((2, 4), SHAPE, torch.float32, marks=pytest.mark.long),
         ((2, 4), (7, 3), torch.int64),
-        pytest.param((8, 1), (0, 5), torch.bfloat16, marks=pytest.mark.long),
         ((1, 2), (9, 4), torch.quint8),
     ],
 )
@@ -265,17 +247,3 @@ def test_sharding_propagation_uses_costs(mesh: DeviceMesh) -> None:
     with shardweave.installed(costs=True, topology=NODES_OF_4):
         ours = chosen()
     assert ours != stock and chosen() == stock
-
-
-def test_free_redistributions_cost_zero(mesh: DeviceMesh) -> None:
-    context = pytest.importorskip("torch.distributed.tensor._utils")
-    explicit = getattr(context, "ExplicitRedistributionContext", None)
-    if explicit is None:
-        pytest.skip("this torch has no ExplicitRedistributionContext")
-    whole, part, other = spec(mesh, Replicate(), Replicate()), spec(mesh, Shard(0), Replicate()), spec(mesh, Shard(1))
-    with shardweave.installed(costs=True):
-        with explicit():
-            explicit.observe_redistribution(whole, part, "a slice of what is there")
-            with pytest.raises(RuntimeError, match="all of it"):
-                explicit.observe_redistribution(part, whole, "all of it")
-        assert torch_costs.redistribute_cost(other, other) == 0

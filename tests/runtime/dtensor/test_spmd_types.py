@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import logging
 import math
 import re
 import types
@@ -19,12 +18,10 @@ import torch.distributed as dist
 from rank_processes import end_ranks, run_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from variants import crossed
 
 import shardweave
 from shardweave.errors import ArgumentError
-from shardweave.runtime.dtensor.spmd_types import _are_chunks, _originals
 
 if importlib.util.find_spec("spmd_types"):
     import spmd_types as spmd
@@ -250,17 +247,6 @@ def test_uneven_split_sizes() -> None:
     run_ranks(uneven, 4)
 
 
-@needs_spmd_types
-@pytest.mark.plan
-def test_split_sizes_of_chunks() -> None:
-    for total, parts in product(range(20), range(1, 6)):
-        sizes = [len(c) for c in torch.arange(total).chunk(parts)] if total else []
-        sizes += [0] * (parts - len(sizes))
-        assert _are_chunks(sizes, parts)
-        assert not _are_chunks([*sizes[1:], sizes[0]], parts) or len(set(sizes)) == 1
-    assert not _are_chunks([2, 2, 1], 2)
-
-
 def different_sizes(rank: int) -> None:
     shardweave.install(spmd_types=True)
     spmd.redistribute(torch.zeros(2 + rank), dist.group.WORLD, src=S(0), dst=R)
@@ -271,25 +257,6 @@ def different_sizes(rank: int) -> None:
 def test_ranks_with_different_sizes() -> None:
     for end in end_ranks(different_sizes, 2, environment={"SHARDWEAVE_TIMEOUT": "10"}):
         assert end.error in ("DisagreementError", "PeerError"), end
-
-
-def order_of_sums(rank: int) -> None:
-    shardweave.install(spmd_types=True)
-    for dtype in (torch.float32, torch.bfloat16):
-        terms = [torch.randn(40, 8, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(4)]
-        wide = [t.float() for t in terms]
-        want = (((wide[0] + wide[1]) + wide[2]) + wide[3]).to(dtype)
-        y = spmd.redistribute(terms[rank], dist.group.WORLD, src=P, dst=I)
-        assert y.equal(want)
-        exact = sum(t.double() for t in terms)
-        assert (y.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
-        assert spmd.redistribute(terms[rank], dist.group.WORLD, src=P, dst=S(0)).equal(want.chunk(4)[rank])
-
-
-@needs_spmd_types
-@pytest.mark.multi
-def test_sums_are_in_the_order_of_ranks() -> None:
-    run_ranks(order_of_sums, 4)
 
 
 def in_place_and_async(rank: int) -> None:
@@ -339,109 +306,6 @@ def in_place_and_async(rank: int) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_in_place_async_and_options(transport: str) -> None:
     run_ranks(in_place_and_async, 2, environment={"SHARDWEAVE_TRANSPORT": transport})
-
-
-def logged(rank: int) -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardweave").addHandler(handler)
-    logging.getLogger("shardweave").setLevel(logging.DEBUG)
-    shardweave.install(spmd_types=True)
-    for _ in range(2):
-        spmd.all_gather(values(rank, 2, 2), dist.group.WORLD, src=V, dst=R, gather_dim=-1)
-    return [message for message in messages if message.startswith("left to")]
-
-
-@needs_spmd_types
-@pytest.mark.multi
-def test_log_of_what_is_left_to_spmd_types() -> None:
-    for messages in run_ranks(logged, 2):
-        assert len(messages) == 2
-        assert all(message.startswith("left to spmd_types: sizes, strides or dims") for message in messages)
-
-
-def under_checkpointing(rank: int, saved: bool) -> dict[str, int]:
-    shardweave.install(spmd_types=True)
-    policies = [torch.ops._c10d_functional.reduce_scatter_tensor.default] if saved else []
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in policies else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        y = spmd.redistribute(x.sin(), dist.group.WORLD, src=P, dst=S(0))
-        return spmd.redistribute(y.cos(), dist.group.WORLD, src=S(0), dst=R).sin()
-
-    x = values(rank, 4, 3)
-    want = outcome(layer, x)
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    shardweave.stats().reset()
-    got = outcome(partial(checkpoint, layer, use_reentrant=False, context_fn=contexts), x)
-    assert same(got, want) and not shardweave.stats().delegations
-    return sum(shardweave.stats().calls.values())
-
-
-@needs_spmd_types
-@pytest.mark.multi
-@pytest.mark.parametrize("saved, calls", [(False, 6), (True, 5)])
-def test_selective_activation_checkpointing(saved: bool, calls: int) -> None:
-    assert run_ranks(under_checkpointing, 2, saved) == [calls] * 2
-
-
-def type_checked(rank: int) -> None:
-    from spmd_types.checker import typecheck
-
-    shardweave.install(spmd_types=True)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
-    x = values(rank, 4, 3).requires_grad_()
-    with spmd.set_current_mesh(mesh), typecheck():
-        spmd.assert_type(x, {"a": P})
-        y = spmd.redistribute(x, "a", src=P, dst=S(0))
-        assert spmd.get_axis_local_type(y, "a") is V
-        with pytest.raises(spmd.SpmdTypeError):
-            spmd.assert_type(y, {"a": R})
-        spmd.reinterpret(y.sum(), "a", src=V, dst=P).backward()
-    assert sum(shardweave.stats().calls.values()) == 2 and not shardweave.stats().delegations
-
-
-@needs_spmd_types
-@pytest.mark.multi
-def test_type_checking() -> None:
-    run_ranks(type_checked, 2)
-
-
-def compiled(rank: int) -> None:
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        y = spmd.redistribute(x.sin(), dist.group.WORLD, src=P, dst=S(0))
-        return spmd.redistribute(y.cos(), dist.group.WORLD, src=S(0), dst=R)
-
-    x = values(rank, 4, 3)
-    want = outcome(layer, x)
-    shardweave.install(spmd_types=True)
-    torch.testing.assert_close(outcome(torch.compile(layer, backend="aot_eager"), x), want)
-
-
-@needs_spmd_types
-@pytest.mark.multi
-@pytest.mark.long
-def test_compile() -> None:
-    run_ranks(compiled, 2)
-
-
-@needs_spmd_types
-def test_unknown_functions_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from spmd_types import _collectives
-
-    stock = vars(_collectives._AllToAllShard)["forward"]
-    changed = staticmethod(lambda ctx, x, axis, dim, options: x)
-    monkeypatch.setattr(_collectives._AllReduce, "forward", changed)
-    monkeypatch.delattr(_collectives, "_AllToAllUneven")
-    with caplog.at_level(logging.WARNING), shardweave.installed(spmd_types=True):
-        assert len(_originals) == 8
-        assert vars(_collectives._AllReduce)["forward"].__func__ is changed.__func__
-        assert vars(_collectives._AllToAllShard)["forward"] is not stock
-    assert "_AllReduce" in caplog.text and "_AllToAllUneven" in caplog.text
-    assert vars(_collectives._AllToAllShard)["forward"] is stock and not _originals
 
 
 def test_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -111,23 +109,6 @@ def own_function(rank: int, installed: bool) -> None:
 @pytest.mark.parametrize("installed", [False, True])
 def test_own_function_with_graph_breaks(installed: bool) -> None:
     run_ranks(own_function, 2, installed)
-
-
-def of_spmd_types(rank: int) -> None:
-    import spmd_types as spmd
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = spmd.redistribute(x.sin(), dist.group.WORLD, src=spmd.P, dst=spmd.S(0))
-        return spmd.redistribute(y.cos(), dist.group.WORLD, src=spmd.S(0), dst=spmd.R)
-
-    shardweave.install(spmd_types=True)
-    assert traced(function, torch.randn(4, 3)) == 2
-    assert not shardweave.stats().calls and not shardweave.stats().delegations
-
-
-@pytest.mark.skipif(find_spec("spmd_types") is None, reason="spmd_types is not installed")
-def test_collectives_of_spmd_types() -> None:
-    run_ranks(of_spmd_types, 2)
 
 
 CACHED = """

@@ -7,6 +7,7 @@ it sorts, and cuts replicas by mesh coordinate.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from itertools import product
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
 from shardweave.errors import UnsupportedError
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.multi
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 TRANSPORTS = ["shared_memory", "process_group"]
+PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "1"))
 REASON = re.compile(r"shards along mesh dim \d, whose ranks do not ascend: .*; allowed: .*")
 TWO_DIMS = {
     # The dims along which ranks do not ascend everywhere.
@@ -129,22 +131,12 @@ def in_one_dim(rank: int, tables: list[list[int]], every: int) -> list[tuple[int
     return found
 
 
-def check_in_one_dim(transport: str, every: int) -> None:
-    tables = [[1, 0], [2, 0, 1], [0, 2, 1, 3], [3, 0, 4, 1, 2], [4, 1, 2], [1, 2, 4]]
-    for found in run_ranks(in_one_dim, 5, tables, every, environment={"SHARDWEAVE_TRANSPORT": transport}):
-        for table, (done, left) in zip(tables, found, strict=True):
-            assert (left > 0) == (done > 0 and table != sorted(table))
-
-
 @pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=pytest.mark.long), "process_group"])
 def test_one_dim_mesh_matches_torch_bitwise(transport: str) -> None:
-    check_in_one_dim(transport, 11)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_one_dim_mesh_matches_torch_bitwise_long(transport: str) -> None:
-    check_in_one_dim(transport, 1)
+    tables = [[1, 0], [2, 0, 1], [0, 2, 1, 3], [3, 0, 4, 1, 2], [4, 1, 2], [1, 2, 4]]
+    for found in run_ranks(in_one_dim, 5, tables, 11, environment={"SHARDWEAVE_TRANSPORT": transport}):
+        for table, (done, left) in zip(tables, found, strict=True):
+            assert (left > 0) == (done > 0 and table != sorted(table))
 
 
 def in_two_dims(rank: int, every: int) -> list[int]:
@@ -166,21 +158,12 @@ def in_two_dims(rank: int, every: int) -> list[int]:
     return counts
 
 
-def check_in_two_dims(transport: str, every: int) -> None:
-    for counts in run_ranks(in_two_dims, 4, every, environment={"SHARDWEAVE_TRANSPORT": transport}, timeout=500):
-        assert [bool(c) for c in counts] == [bool(odd) for odd in TWO_DIMS.values()]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_two_dim_mesh_matches_torch_bitwise(transport: str) -> None:
-    check_in_two_dims(transport, 37)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_dim_mesh_matches_torch_bitwise_long(transport: str) -> None:
-    check_in_two_dims(transport, 1)
+def test_two_dim_mesh_matches_torch_bitwise(transport: str) -> None:
+    every = max(1, 37 // PARTS)
+    for counts in run_ranks(in_two_dims, 4, every, environment={"SHARDWEAVE_TRANSPORT": transport}, timeout=500):
+        assert [bool(c) for c in counts] == [bool(odd) for odd in TWO_DIMS.values()]
 
 
 def round_trips(rank: int) -> None:
@@ -264,32 +247,6 @@ def refusals(rank: int, path: str) -> None:
 
 def test_unordered_mesh_is_refused_by_shardweave_functions(tmp_path: Any) -> None:
     run_ranks(refusals, 4, str(tmp_path))
-
-
-def masks_and_norms(rank: int) -> None:
-    """A mask is applied once, by torch or by shardweave."""
-    mesh, weight, ids = DeviceMesh("cpu", [1, 0]), whole(8, 4), torch.tensor([0, 7, 3, 4])
-
-    def embedded(target: Placement) -> torch.Tensor:
-        at = DTensor.from_local(ids, mesh, [R], run_check=False)
-        return nn.functional.embedding(at, distribute_tensor(weight, mesh, [S0])).redistribute(placements=[target])
-
-    def norm() -> torch.Tensor:
-        return torch.linalg.vector_norm(distribute_tensor(weight, mesh, [S0])).full_tensor()
-
-    for target in (R, S0, S1):
-        stock = embedded(target).to_local()
-        with shardweave.installed():
-            assert embedded(target).to_local().equal(stock)
-        assert delegated() == (target != R)
-    stock = norm()
-    with shardweave.installed():
-        assert norm().equal(stock)
-    assert not delegated()
-
-
-def test_masked_and_norm_partials_on_an_unordered_mesh() -> None:
-    run_ranks(masks_and_norms, 2)
 
 
 def under_fsdp(rank: int) -> None:

