@@ -71,8 +71,7 @@ $(TORCH_READY): pyproject.toml constraints.txt
 # On the newest release that is supported, what depends on torch's and triton's internals, on shared memory: install(),
 # redistribution, FSDP2, checkpoints, costs, dispatch modes, torch.compile, spmd_types, TokenSwitch, kernels compiled
 # ahead of time, their launches, loops for CPUs, and gloo's threads. `make test-torch` runs the rest, and other
-# transports. Of the kernels of tokens each is compiled once as it is launched; `make nightly` compiles them with the
-# other constants.
+# transports. Of the kernels of tokens each is compiled as it is launched.
 NEWEST ?= $(shell sed -n 's/^torch==//p' requirements-newest.txt)
 NEWEST_WORKERS ?= 1
 DTENSOR_ON_NEWEST := drop_in redistribute fsdp checkpoint checkpointable_tensor sharding_costs dispatch_modes spmd_types \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -53,42 +54,46 @@ ARGUMENTS: list[dict[str, Any]] = [
 ]
 
 
-def redistributed(rank: int, backend: str, shapes: list[tuple[int, ...]]) -> None:
+TARGETS = [(S1, S0), (R, S0), (S0, S0), (R, R), (S1, S1)]
+
+
+def redistributed(rank: int, backend: str, shapes: list[tuple[int, ...]], number: int) -> None:
+    """With `number` of the arguments, and of the targets under `install`, drawn for each shape."""
     mesh = square_mesh()
     for shape in shapes:
-        x = sharded(mesh, shape)
-        for arguments in ARGUMENTS:  # without install(), too
+        x, draw = sharded(mesh, shape), Random(str(shape))
+        for arguments in draw.sample(ARGUMENTS, min(number, len(ARGUMENTS))):  # without install(), too
             if torch.__version__ < "2.12" and ("shard_order" in arguments or "@" in arguments["placements"]):
                 with pytest.raises(Exception, match="drops it from DTensors in graphs"):
                     check(lambda x, given=arguments: shardweave.redistribute(x * 2, **given), x, backend)
                 continue
             check(lambda x, given=arguments: shardweave.redistribute(x * 2, **given), x, backend)
         with shardweave.installed():
-            for placements in ((S1, S0), (R, S0), (S0, S0), (R, R), (S1, S1)):
+            for placements in draw.sample(TARGETS, min(number, len(TARGETS))):
                 check(lambda x, to=placements: (x * 2).redistribute(placements=to) * 3, x, backend)
     assert not shardweave.stats().delegations and shardweave.stats().traced.total() > 0
 
 
 def test_redistributions_in_compiled_functions() -> None:
-    run_ranks(redistributed, 4, "aot_eager", [(13, 6)])
+    run_ranks(redistributed, 4, "aot_eager", [(13, 6)], len(ARGUMENTS))
 
 
 @pytest.mark.long
 def test_redistributions_compiled_by_inductor() -> None:
-    shapes = [(13, 6), (8, 12), (1, 5), (4, 4), (7, 9)]  # twelve programs each
-    run_ranks(redistributed, 4, "inductor", shapes[:PARTS], timeout=300 * PARTS)
+    shapes = [(13, 6), (8, 12), (1, 5), (4, 4), (7, 9)]
+    run_ranks(redistributed, 4, "inductor", shapes[:PARTS], 2 * PARTS, timeout=300 * PARTS)
 
 
 def compiled_once(rank: int, ours: bool) -> tuple[int, int]:
     """How many graphs were found in torch's caches, and how many were not."""
     counts = torch._dynamo.utils.counters["aot_autograd"]
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh("cpu", (2,))
     x = DTensor.from_local(torch.full((8, 3), rank + 1.0), mesh, [Partial()], run_check=False)
     # Stock's graph is the same on all ranks. It cannot have others in caches: it would take those of other ranks.
     function = torch.compile(lambda x: x.redistribute(placements=[S0]) * 2, fullgraph=True)
     if ours:
         shardweave.install()
-    assert function(x).to_local().equal(torch.full((2, 3), 20.0))
+    assert function(x).to_local().equal(torch.full((4, 3), 6.0))
     if ours:
         x = sharded(mesh, (13, 6), (S0,))
         function = torch.compile(lambda x: x.redistribute(placements=[S1]) * 2, fullgraph=True)
@@ -102,12 +107,11 @@ def test_caches_of_torch(tmp_path: Path) -> None:
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 
     def start(ours: bool) -> list[tuple[int, int]]:
-        return run_ranks(compiled_once, 4, ours, environment=environment, timeout=300)
+        return run_ranks(compiled_once, 2, ours, environment=environment, timeout=300)
 
     assert sum(misses for _, misses in start(ours=False)) > 0
-    assert start(ours=True) == [(0, 2)] * 4
-    assert start(ours=False) == [(1, 0)] * 4
-    assert start(ours=True) == [(2, 0)] * 4
+    assert start(ours=True) == [(0, 2)] * 2
+    assert start(ours=True) == [(2, 0)] * 2
 
 
 def batches_and_local_tensors(rank: int) -> None:

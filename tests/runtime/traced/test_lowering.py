@@ -99,10 +99,9 @@ def test_pairs_of_layouts(mesh: tuple[int, ...], every: int, shape: tuple[int, .
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", [(8, 12), (5, 3)])
-def test_all_pairs_of_layouts(shape: tuple[int, ...]) -> None:
+def test_all_pairs_of_layouts() -> None:
     torch.manual_seed(0)
-    check_all((2, 2), some((2, 2), shape))
+    check_all((2, 2), some((2, 2), (5, 3)))
 
 
 def random_layout(draw: random.Random, mesh_dims: int, ndim: int, partial: str | None) -> str:
@@ -154,11 +153,10 @@ def test_random_requests(by_autograd: bool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by_autograd", [False, True])
-@pytest.mark.parametrize("mesh", [(4,), (2, 2), (2, 3), (2, 2, 2)])
+@pytest.mark.parametrize(("mesh", "by_autograd"), [((4,), True), ((2, 2), False), ((2, 3), True), ((2, 2, 2), False)])
 def test_many_random_requests(mesh: tuple[int, ...], by_autograd: bool) -> None:
     for part in range(PARTS):
-        check_all(mesh, random_requests(100 + part, mesh, 250), by_autograd=by_autograd)
+        check_all(mesh, random_requests(100 + part, mesh, 100), by_autograd=by_autograd)
 
 
 def test_reductions_of_the_backend() -> None:
