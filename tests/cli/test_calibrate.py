@@ -59,16 +59,6 @@ def test_fit_recovers_exact_parameters(link: Link) -> None:
 
 
 @pytest.mark.plan
-@pytest.mark.parametrize("link", LINKS, ids=str)
-def test_fit_ignores_one_outlier(link: Link) -> None:
-    exact = samples(link, LOCAL, (1, 3))
-    for place, one in enumerate(exact):
-        bent = [*exact[:place], Sample(one.peers, one.nbytes, one.copied, 10 * one.us), *exact[place + 1 :]]
-        fit = fit_link(bent, link.one_sided, LOCAL)
-        assert figures(fit.link) == pytest.approx(figures(link), rel=1e-3), place
-
-
-@pytest.mark.plan
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_predicted_times_equal_planner_costs(ranks: int, node_size: int | None) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -44,31 +41,6 @@ def run_doctor(path: Path, before: tuple[str, ...] = (), **environment: str) -> 
     shown = "".join(done.stdout.split())
     assert all("".join(finding["problem"].split()) in shown for finding in problems), done.stdout
     return done.returncode, {finding["name"]: finding for finding in findings}
-
-
-def test_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They need numba. Without it tokens on CPUs take longer; one that fails is a problem."""
-
-    def finding() -> doctor.Finding:
-        (found,) = [finding for finding in doctor.software() if finding.name == "loops on CPUs"]
-        return found
-
-    installed = importlib.util.find_spec("numba") is not None
-    if installed:
-        assert finding().problem is None and finding().value.startswith("compiled by numba ")
-    monkeypatch.delitem(sys.modules, "shardweave.kernels.tokens.loops_cpu", raising=False)
-    monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert finding().problem is None
-    assert finding().value == (
-        "none; dispatch and combine of tokens on CPUs take several times as long: numba is not installed: "
-        "pip install 'shardweave[cpu]'"
-    )
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
-    monkeypatch.setitem(sys.modules, "numba", ModuleType("numba"))
-    assert finding().value == "none" and str(finding().problem).startswith(
-        "dispatch and combine of tokens on CPUs take several times as long: numba fails: cannot import name"
-    )
 
 
 def set_environment(

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rank_processes import run_ranks
 from warm_python import run_python
 
 import shardweave
 from shardweave.bench.workloads.trace_cases import distinct
 from shardweave.cli import replay
-from shardweave.cli.replay import Options, check_device
+from shardweave.cli.replay import Options
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
 from shardweave.runtime.tracing.trace_file import FSDP_COLLECTIVES, Cost, Entry, Trace
@@ -307,23 +306,3 @@ def test_replay_refuses_invalid_traces(tmp_path: Path) -> None:
             replay.run([trace], Options(json_path=path))
     with pytest.raises(ArgumentError, match="rank 0 more than once"):
         replay.run([trace, trace], Options())
-
-
-@pytest.mark.plan
-def test_missing_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ArgumentError, match="--device: 'cuda', and torch sees no GPU; allowed: cpu"):
-        check_device("cuda", None, 2)
-    check_device("cpu", "hierarchical", 16)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_device("cuda", None, 2)
-    check_device("cuda", "symmetric_memory", 4)
-    with pytest.raises(
-        ArgumentError, match="2 GPUs for 3 ranks; allowed: a GPU for each, or --transport symmetric_memory"
-    ):
-        check_device("cuda", "process_group", 3)
-    for transport in ("shared_memory", "hierarchical"):
-        with pytest.raises(
-            ArgumentError, match=f"'{transport}' is for CPUs; allowed with --device cuda: process_group, sym"
-        ):
-            check_device("cuda", transport, 2)

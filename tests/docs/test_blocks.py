@@ -87,10 +87,3 @@ def test_commands_not_run_are_covered_elsewhere(tmp_path: Path) -> None:
     assert tests >= {name for why in NOT_RUN.values() for name in re.findall(r"test_\w+\.py", why)}
     (block,) = parse_page("page.md", "```bash\nmake demo\nmake tset\n```").blocks
     assert run_commands(block, tmp_path) == ["line 3: make tset: no test runs such a command"]
-
-
-@pytest.mark.plan
-def test_pages_install_what_tools_find() -> None:
-    """mypy and editors find no package whose root is mapped to another name, unless the editable install is strict."""
-    lines = [line for page in PAGES for line in page.read_text("utf-8").splitlines() if "pip install -e" in line]
-    assert lines and all("editable_mode=strict" in line for line in lines), lines

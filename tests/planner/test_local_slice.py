@@ -8,7 +8,7 @@ import pytest
 import torch
 from brute_force_oracle import Sizes, held_indices, layout_texts
 
-from shardweave.planner import Local, Mesh, planner_of
+from shardweave.planner import Mesh, planner_of
 
 SHAPES: tuple[Sizes, ...] = ((7, 5), (1, 4), (0, 3), (12, 8))
 
@@ -30,17 +30,3 @@ def test_local_slice_matches_oracle(mesh_shape: Sizes) -> None:
                 assert torch.equal(before[box], after), (source, target, shape, rank)
                 sliced += 1
     assert sliced
-
-
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
-def test_local_slice_found_for_local_steps(mesh_shape: Sizes) -> None:
-    for source, target in itertools.product(layout_texts(len(mesh_shape), ("R", "S0", "S1")), repeat=2):
-        planner = planner_of(mesh_shape, 2, "float32", source, target, rank=0)
-        steps = planner.program((64, 64)).steps  # even sizes, so that no exchange happens to be local
-        assert (planner.local_slice is not None) == (len(steps) == 1 and type(steps[0]) is Local), (source, target)
-
-
-@pytest.mark.parametrize("source,target", [("P", "S0"), ("R", "P"), ("S0/2 R", "S0/2 S1"), ("S0", "P"), ("Pavg", "R")])
-def test_local_slice_none_if_reduced_or_strided(source: str, target: str) -> None:
-    mesh_shape = (2,) * len(source.split())
-    assert planner_of(mesh_shape, 2, "float32", source, target, rank=0).local_slice is None

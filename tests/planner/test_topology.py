@@ -16,11 +16,9 @@ from shardweave.planner import (
     Link,
     MachineFigures,
     Mesh,
-    Request,
     Topology,
     found_topology,
     plan,
-    plan_batch,
     redistribute_cost,
 )
 
@@ -52,12 +50,6 @@ def test_call_us_added_once_per_call() -> None:
     assert [x.us for x in between[0].others] == pytest.approx([x.us + 1000 for x in between[1].others])
 
 
-def test_call_us_added_once_per_batch() -> None:
-    request = Request((4,), (64, 64), "float32", "S0", "S1")
-    costs = [plan_batch([request] * 4, topology=replace(NVLINK_NODE, call_us=call)).cost_us for call in (0.0, 100.0)]
-    assert costs[1] == pytest.approx(costs[0] + 100)
-
-
 @pytest.mark.parametrize("topology", [NVLINK_NODE, NVLINK_INFINIBAND], ids=lambda t: t.name)
 def test_topology_json_round_trip(topology: Topology) -> None:
     assert Topology.from_json(topology.to_json()) == topology
@@ -74,15 +66,10 @@ def test_node_of() -> None:
     ("change", "text"),
     [
         ({"node_size": 0}, "node_size 0; allowed: a whole number from 1 to 2**62, or None for one node"),
-        ({"node_size": 2.5}, "node_size 2.5; allowed"),
         ({"memory_gigabytes_per_s": 0}, "memory_gigabytes_per_s 0; allowed: a number from 1e-09 to 1e+30"),
-        ({"memory_gigabytes_per_s": 5e-324}, "memory_gigabytes_per_s 5e-324; allowed: a number from 1e-09 to 1e+30"),
-        ({"memory_gigabytes_per_s": float("inf")}, "memory_gigabytes_per_s inf; allowed"),
         ({"call_us": float("nan")}, "topology: call_us nan; allowed: a number from 0 to 1e+12"),
-        ({"call_us": 1e300}, "topology: call_us 1e+300; allowed: a number from 0 to 1e+12"),
         ({"network": {"latency_us": 1, "gigabytes_per_s": 1e-308, "one_sided": True}}, "gigabytes_per_s 1e-308; allo"),
         ({"network": {"latency_us": True, "gigabytes_per_s": 1, "one_sided": True}}, "link: latency_us True; allowed"),
-        ({"call_us": -1}, "topology: call_us -1; allowed: a number from 0 to 1e+12"),
         (
             {"speed": 1},
             "topology: unknown key 'speed'; allowed: name, node_size, node, network, memory_gigabytes_per_s",
@@ -99,7 +86,6 @@ def test_node_of() -> None:
         ({"network": {"latency_us": 1, "gigabytes_per_s": "fast", "one_sided": True}}, "gigabytes_per_s 'fast'"),
         ({"network": 5}, "topology: network: 5; allowed"),
         ({"name": 5}, "topology: name 5; allowed: text"),
-        ({"node_size": 10**40}, "000; allowed: a whole number from 1 to 2**62"),
         ({"call_us": 10**400}, "call_us about 2**1328; allowed: a number from 0 to 1e+12"),
         ({"node": {"latency_us": 1, "gigabytes_per_s": 1, "one_sided": "no"}}, "one_sided 'no'; allowed: True, False"),
     ],
@@ -123,15 +109,6 @@ def test_cost_finite_at_extreme_bandwidths(figure: float) -> None:
     for source, target in (("S0", "R"), ("P", "R"), ("R", "S0")):
         program = plan((4,), (1 << 29, 1 << 29), "complex128", source, target, topology=slow)
         assert program.cost_us is not None and 0 < program.cost_us < float("inf")
-
-
-def test_plan_nodes_larger_than_mesh() -> None:
-    """All ranks are on one node."""
-    for node_size in (4, 1 << 24, 1 << 62):
-        on = replace(NVLINK_INFINIBAND, node_size=node_size)
-        assert plan((2, 2), (8, 8), "float32", "R S0", "S0 R", topology=on).bytes_over_network == [0] * 4
-        cross_mesh = plan((2,), (8,), "float32", "R", "S0", target_mesh=Mesh((2,), ranks=(2, 3)), topology=on)
-        assert cross_mesh.bytes_over_network == [0] * 4
 
 
 @pytest.mark.parametrize("seed", range(50))
