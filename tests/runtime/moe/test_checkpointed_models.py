@@ -7,9 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import end_ranks, run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from test_token_modes import REGIONS, Log, policies, region
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import shardweave
 
 E, K, H, T = 4, 2, 16, 24
 DTYPE = torch.bfloat16
-aten: Any = torch.ops.aten
-ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torchtitan_training.py"
-
-
-def as_torchtitan() -> Callable[..., CheckpointPolicy]:
-    """torchtitan's default: save exchanges, attention, top-k and every second matmul."""
-    count = Counter[str]()
-    saved = {ALL_TO_ALL, aten.topk.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        matmul = operator in (aten.mm.default, aten.addmm.default)
-        count["matmuls"] += matmul
-        saves = operator in saved or (matmul and count["matmuls"] % 2)
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
-def saving(*operators: Any) -> Callable[..., Any]:
-    return lambda: list(operators)
-
-
-POLICIES: dict[str, Callable[[], Any]] = {
-    "as torchtitan": as_torchtitan,
-    "nothing": saving(),
-    "exchanges": saving(ALL_TO_ALL),
-    "matmuls": saving(aten.mm.default),
-}
 
 
 SETTINGS: list[dict[str, Any]] = [{}, {"save": "copy"}, {"save": "redispatch"}, {"quantize": "fp8_row"}]
@@ -77,9 +46,7 @@ def trained(settings: dict[str, Any], phases: bool, policy: str | None) -> list[
             if policy is None:
                 y = layer(y, ids, weights)
             else:
-                contexts = partial(create_selective_checkpoint_contexts, POLICIES[policy]())
-                options = {"use_reentrant": False, "context_fn": contexts, "early_stop": step % 2 == 0}
-                y = checkpoint(layer, y, ids, weights, **options)
+                y = region(policy, early_stop=step % 2 == 0)(layer, y, ids, weights)
         y.float().square().sum().backward()
         found += [y.detach(), x.grad, weights.grad]
     return found
@@ -89,7 +56,7 @@ def checkpointed_layers(rank: int) -> None:
     for settings in SETTINGS:
         phases = settings.get("save") == "copy"
         want = trained(settings, phases, None)
-        for policy in POLICIES:
+        for policy in REGIONS:
             for i, (a, b) in enumerate(zip(trained(settings, phases, policy), want, strict=True)):
                 assert torch.equal(a, b), (settings, policy, i)
 
@@ -99,16 +66,6 @@ def checkpointed_layers(rank: int) -> None:
 def test_gradients_of_checkpointed_layers_are_those_without(transport: str) -> None:
     environment = {"SHARDWEAVE_TRANSPORT": transport, "SHARDWEAVE_NODE_SIZE": "2" * (transport == "hierarchical")}
     run_ranks(checkpointed_layers, 4 if transport == "hierarchical" else 2, environment=environment)
-
-
-class Log(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 def given_of(seed: int, tokens: int = T) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -150,7 +107,7 @@ def saved_copies(rank: int) -> None:
     held = {}
     for policy in ("nothing", "exchanges"):
         before = shardweave.pool_memory().allocated
-        with create_selective_checkpoint_contexts(POLICIES[policy]())[0]:
+        with create_selective_checkpoint_contexts(policies()[policy])[0]:
             routed = d.dispatch(x, ids, weights)
         held[policy] = shardweave.pool_memory().allocated - before
         assert int(routed.num_rows) == int(routed.counts.sum())
@@ -174,8 +131,7 @@ def policies_that_differ(rank: int) -> None:
         routed = d.dispatch(x, ids, weights)
         return d.combine(routed.x.tanh(), routed).sin()
 
-    contexts = partial(create_selective_checkpoint_contexts, POLICIES["exchanges" if rank else "nothing"]())
-    checkpoint(layer, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    region("exchanges" if rank else "nothing")(layer, x).sum().backward()
 
 
 @pytest.mark.multi
