@@ -30,10 +30,10 @@ def test_price_counts_bytes_of_busiest_node() -> None:
 
 
 def test_two_levels_are_cheaper_for_several_experts_of_a_token() -> None:
-    """Two nodes of eight GPUs: half of 8 rows cross, or one; with one expert of a token as many."""
+    """Two nodes of eight GPUs: half of 8 rows cross, or one; with one expert of a token as many rows cross."""
     nodes = [rank // 8 for rank in range(16)]
     eight, one = (price_levels(nodes, 4096, k, 14336, NVLINK_INFINIBAND, True) for k in (8, 1))
-    assert eight.two_is_cheaper and not one.two_is_cheaper
+    assert eight.two_is_cheaper and 4 * eight.two_bytes < 1.01 * eight.one_bytes and one.two_bytes > one.one_bytes
     # Messages inside a node cost more than memory there.
     sent = price_levels(nodes, 4096, 8, 14336, NVLINK_INFINIBAND, False)
     assert eight.one == sent.one and eight.two < sent.two < sent.one and eight.two_bytes == sent.two_bytes
