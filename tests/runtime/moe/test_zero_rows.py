@@ -182,7 +182,7 @@ def of_each_transport(rank: int, compiling: int) -> list[list[list]]:
 
 @pytest.mark.multi
 # In the gate no rank compiles: test_weight_gradients_with_zero_rows_compiled does.
-@pytest.mark.parametrize("size, compiling", [(3, 0), pytest.param(5, 5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size, compiling", [(3, 0), pytest.param(2, 1, marks=pytest.mark.long)])
 def test_weight_gradients_with_zero_rows_on_all_transports(size: int, compiling: int) -> None:
     torch.set_num_threads(1)
     of_ranks = run_ranks(of_each_transport, size, compiling)
