@@ -30,7 +30,7 @@ name_session()  # before xdist starts its workers, which share servers
 gc.disable()  # until modules are imported and tests are collected
 _RANKS = ("moe", "transports", "executor", "dtensor", "tracing", "cli", "docs", "bench", "runtime")
 _ORDER = {folder: place for place, folder in enumerate((*_RANKS, "kernels", "planner"))}
-_LONG_MOE_AND_TRANSPORTS = "compile windows scale_layout zero_rows symmetric hierarchical agreement"
+_LONG_MOE_AND_TRANSPORTS = "compile windows payloads zero_rows symmetric hierarchical agreement"
 _LONG_OTHERS = "simulate fsdp redistribute redistribute_meshes drop_in plan search blocks"
 _LONG_KERNELS = "token_kernels_aot aot token_kernels"
 _LONG = {f"test_{name}" for name in f"{_LONG_MOE_AND_TRANSPORTS} {_LONG_OTHERS} {_LONG_KERNELS}".split()}

@@ -78,13 +78,6 @@ def test_near_the_optimum_of_all_maps():
     assert worst_ratio([(2, 4, 3), (3, 4, 2), (2, 6, 3), (3, 3, 1), (1, 3, 3), (4, 4, 1)], 8) <= RATIO
 
 
-@pytest.mark.long
-@pytest.mark.plan
-def test_near_the_optimum_of_all_maps_of_more_cases():
-    cases = [(2, 4, 2), (2, 4, 3), (2, 6, 3), (3, 4, 2), (3, 5, 2), (3, 6, 2), (2, 7, 4), (3, 5, 3), (4, 4, 2)]
-    print("largest ratio to the optimum:", worst_ratio([*cases, (4, 5, 2), (4, 4, 3), (4, 6, 2)], 40))
-
-
 @pytest.mark.plan
 @pytest.mark.parametrize("nodes, groups", [(2, None), (2, 4), (4, 4)])
 def test_groups_stay_on_a_node(nodes, groups):

@@ -1,4 +1,4 @@
-"""Models with token dispatch in regions of selective activation checkpointing: our own, and torchtitan's."""
+"""Token dispatch in regions of selective activation checkpointing, on ranks in processes, and in torchtitan's model."""
 
 from __future__ import annotations
 
@@ -7,204 +7,71 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from rank_processes import end_ranks, run_ranks
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from test_token_modes import REGIONS, Log, policies, region
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import shardweave
 
-E, K, H, T, LAYERS = 4, 2, 16, 24, 3
+E, K, H, T = 4, 2, 16, 24
 DTYPE = torch.bfloat16
-aten: Any = torch.ops.aten
-ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torchtitan_training.py"
 
 
-class MoE(nn.Module):
-    """Experts behind a TokenDispatcher, ExpertParallel or TorchtitanDispatcher, which its first forward makes."""
+SETTINGS: list[dict[str, Any]] = [{}, {"save": "copy"}, {"save": "redispatch"}, {"quantize": "fp8_row"}]
 
-    def __init__(self, kind: str, settings: dict[str, Any]) -> None:
-        super().__init__()
-        self.kind, self.settings = kind, settings
-        self.router = nn.Linear(H, E, bias=False, dtype=DTYPE)
-        world = dist.get_world_size()
-        self.experts = Experts(E if kind == "parallel" else E // world)
-        self.dispatcher: Any = None
-        if kind == "parallel":
-            style = shardweave.ExpertParallel(top_k=K, hidden=H, max_tokens=T, dtype=DTYPE, **settings)
-            parallelize_module(self, init_device_mesh("cpu", (world,)), {"experts": style})
-        if kind == "torchtitan":
-            config = shardweave.TorchtitanDispatcher.Config(num_experts=E, top_k=K, num_max_tokens_per_rank=T)
-            self.dispatcher = config.build()
-            self.dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (world,)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.router(x).float().softmax(-1).topk(K)
-        if self.kind == "parallel":
-            return self.experts(x, ids, weights)
-        if self.kind == "torchtitan":
-            rows, counts, metadata = self.dispatcher.dispatch(x, weights, ids, torch.empty(0))
-            return self.dispatcher.combine(self.experts(rows, counts.cumsum(0)), metadata, x)
-        if self.dispatcher is None:
-            sizes = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": T, "dtype": DTYPE}
-            self.dispatcher = shardweave.TokenDispatcher(**sizes, **self.settings)
-        d = self.dispatcher
-        phases = self.kind == "phases"
+def trained(settings: dict[str, Any], phases: bool, policy: str | None) -> list[torch.Tensor]:
+    """Results and gradients of two layers in some steps, whose lengths shrink; on rank 1 to none."""
+    rank, found = dist.get_rank(), []
+    d = shardweave.TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=T, dtype=DTYPE, **settings)
+    matrix = (torch.arange(H * H).view(H, H) % 7 - 3).to(DTYPE) / 8
+
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         routed = d.dispatch_start(x, ids, weights).finish() if phases else d.dispatch(x, ids, weights)
         with routed.kept():
-            rows = routed.x if routed.scale is None else routed.dequantized()
-            output = self.experts(rows, routed.offsets)
-        return d.combine_start(output, routed).finish() if phases else d.combine(output, routed)
+            output = torch.mm(routed.x if routed.scale is None else routed.dequantized(), matrix).tanh()
+        return d.combine_start(output, routed, add=x).finish() if phases else d.combine(output, routed, add=x)
 
-
-class Experts(nn.Module):
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(experts, H, 2 * H).to(DTYPE) / 4)
-        self.down = nn.Parameter(torch.randn(experts, 2 * H, H).to(DTYPE) / 4)
-
-    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        up, down = (p.to_local() if hasattr(p, "to_local") else p for p in (self.up, self.down))
-        parts, at = [], 0
-        for e, end in enumerate(offsets.tolist()):
-            parts.append(torch.mm(F.silu(torch.mm(x[at:end], up[e])), down[e]))
-            at = end
-        return torch.cat([*parts, x.new_zeros(len(x) - at, H)])
-
-
-class Block(nn.Module):
-    def __init__(self, kind: str, settings: dict[str, Any]) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(H, dtype=DTYPE) for _ in range(2))
-        self.qkv, self.out = nn.Linear(H, 3 * H, dtype=DTYPE), nn.Linear(H, H, dtype=DTYPE)
-        self.moe = MoE(kind, settings)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x):
-            q, k, v = self.qkv(self.norms[0](x)).view(len(x), 3, 2, H // 2).permute(1, 2, 0, 3)
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(mixed.transpose(0, 1).reshape(len(x), H))
-        return x + self.moe(self.norms[1](x))
-
-
-def as_torchtitan() -> Callable[..., CheckpointPolicy]:
-    """torchtitan's default: save exchanges, attention, top-k and every second matmul."""
-    count = Counter[str]()
-    saved = {ALL_TO_ALL, aten.topk.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        matmul = operator in (aten.mm.default, aten.addmm.default)
-        count["matmuls"] += matmul
-        saves = operator in saved or (matmul and count["matmuls"] % 2)
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
-def saving(*operators: Any) -> Callable[..., Any]:
-    return lambda: list(operators)
-
-
-POLICIES: dict[str, Callable[[], Any]] = {
-    "as torchtitan": as_torchtitan,
-    "nothing": saving(),
-    "exchanges": saving(ALL_TO_ALL),
-    "matmuls": saving(aten.mm.default),
-}
-
-
-def trained(kind: str, settings: dict[str, Any], policy: str | None) -> list[torch.Tensor]:
-    """Gradients of each of some steps, whose lengths shrink; on rank 1 to none."""
-    torch.manual_seed(5)
-    rank = dist.get_rank()
-    blocks = nn.ModuleList(Block(kind, settings) for _ in range(LAYERS))
-    found = []
     for step, length in enumerate((T, T, T - 7, 0 if rank == 1 else 5)):
-        x = torch.randn(length, H, generator=torch.Generator().manual_seed(9 * step + rank)).to(DTYPE).requires_grad_()
+        x, ids, weights = given_of(2 * step + rank, length)
         y = x
-        for block in blocks:
+        for _ in range(2):
             if policy is None:
-                y = block(y)
+                y = layer(y, ids, weights)
             else:
-                contexts = partial(create_selective_checkpoint_contexts, POLICIES[policy]())
-                y = checkpoint(block, y, use_reentrant=False, context_fn=contexts, early_stop=step % 2 == 0)
+                y = region(policy, early_stop=step % 2 == 0)(layer, y, ids, weights)
         y.float().square().sum().backward()
-        gradients = [p.grad for p in blocks.parameters() if p.grad is not None]
-        gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
-        found += [y.detach(), x.grad, *(g.clone() for g in gradients)]
-        with torch.no_grad():
-            for p, g in zip((p for p in blocks.parameters() if p.grad is not None), gradients, strict=True):
-                (p.to_local() if hasattr(p, "to_local") else p).sub_(g, alpha=0.01)
-                p.grad = None
+        found += [y.detach(), x.grad, weights.grad]
     return found
 
 
-KINDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("one phase", {}, ("as torchtitan", "nothing", "matmuls")),
-    ("phases", {"save": "copy"}, ("as torchtitan",)),
-    ("one phase", {"save": "redispatch"}, ("as torchtitan", "nothing")),
-    ("one phase", {"quantize": "fp8_row"}, ("as torchtitan",)),
-    ("parallel", {}, ("as torchtitan",)),
-    ("torchtitan", {}, ("as torchtitan", "nothing")),
-]
-
-
-def checkpointed_model(rank: int, kinds: int) -> None:
-    for kind, settings, policies in KINDS[:kinds]:
-        want = trained(kind, settings, None)
-        for policy in policies:
-            got = trained(kind, settings, policy)
-            assert len(got) == len(want)
-            for i, (a, b) in enumerate(zip(got, want, strict=True)):
-                assert torch.equal(a, b), (kind, settings, policy, i)
+def checkpointed_layers(rank: int) -> None:
+    for settings in SETTINGS:
+        phases = settings.get("save") == "copy"
+        want = trained(settings, phases, None)
+        for policy in REGIONS:
+            for i, (a, b) in enumerate(zip(trained(settings, phases, policy), want, strict=True)):
+                assert torch.equal(a, b), (settings, policy, i)
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    ("size", "transport", "kinds"),
-    [
-        (2, "shared_memory", len(KINDS)),
-        (2, "process_group", 2),
-        (4, "hierarchical", 2),
-        *(
-            pytest.param(size, transport, len(KINDS), marks=pytest.mark.long)
-            for size, transport in ((2, "process_group"), (4, "hierarchical"), (2, "symmetric_memory"))
-        ),
-    ],
-    ids=str,
-)
-def test_gradients_of_a_checkpointed_model_are_those_without(size: int, transport: str, kinds: int) -> None:
-    environment = {"SHARDWEAVE_TRANSPORT": transport} | ({"SHARDWEAVE_NODE_SIZE": "2"} if size == 4 else {})
-    run_ranks(checkpointed_model, size, kinds, environment=environment, timeout=300)
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hierarchical", "symmetric_memory"])
+def test_gradients_of_checkpointed_layers_are_those_without(transport: str) -> None:
+    environment = {"SHARDWEAVE_TRANSPORT": transport, "SHARDWEAVE_NODE_SIZE": "2" * (transport == "hierarchical")}
+    run_ranks(checkpointed_layers, 4 if transport == "hierarchical" else 2, environment=environment)
 
 
-class Log(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-def given_of(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    g = torch.Generator().manual_seed(rank)
-    x, weights = torch.randn(T, H, generator=g), torch.rand(T, K, generator=g)
-    return x.to(DTYPE).requires_grad_(), torch.randint(0, E, (T, K), generator=g), weights.requires_grad_()
+def given_of(seed: int, tokens: int = T) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x, weights = torch.randn(tokens, H, generator=g), torch.rand(tokens, K, generator=g)
+    return x.to(DTYPE).requires_grad_(), torch.randint(0, E, (tokens, K), generator=g), weights.requires_grad_()
 
 
 def one_rank_logs(rank: int) -> None:
@@ -240,7 +107,7 @@ def saved_copies(rank: int) -> None:
     held = {}
     for policy in ("nothing", "exchanges"):
         before = shardweave.pool_memory().allocated
-        with create_selective_checkpoint_contexts(POLICIES[policy]())[0]:
+        with create_selective_checkpoint_contexts(policies()[policy])[0]:
             routed = d.dispatch(x, ids, weights)
         held[policy] = shardweave.pool_memory().allocated - before
         assert int(routed.num_rows) == int(routed.counts.sum())
@@ -264,8 +131,7 @@ def policies_that_differ(rank: int) -> None:
         routed = d.dispatch(x, ids, weights)
         return d.combine(routed.x.tanh(), routed).sin()
 
-    contexts = partial(create_selective_checkpoint_contexts, POLICIES["exchanges" if rank else "nothing"]())
-    checkpoint(layer, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    region("exchanges" if rank else "nothing")(layer, x).sum().backward()
 
 
 @pytest.mark.multi

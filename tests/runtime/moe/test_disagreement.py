@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardweave import redistribute
-from shardweave.errors import ArgumentError, DisagreementError, TransportError, UnsupportedError
+from shardweave.errors import ArgumentError, TransportError, UnsupportedError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.routed import RoutedTokens
 
@@ -56,6 +56,20 @@ def other_call(rank: int, transport: str) -> None:
         d.dispatch(*tokens(rank))
 
 
+def other_order_of_starts(rank: int, transport: str) -> None:
+    first, second = dispatcher(transport), dispatcher(transport)
+    for d in (second, first) if rank == RANKS - 1 else (first, second):
+        d.dispatch_start(*tokens(rank))
+    first.dispatch(*tokens(rank))
+
+
+def other_start(rank: int, transport: str) -> None:
+    d = dispatcher(transport)
+    routed = d.dispatch(*tokens(rank))
+    starts = d.combine_start(routed.x, routed) if rank == RANKS - 1 else d.dispatch_start(*tokens(rank))
+    starts.finish()
+
+
 def other_max_tokens(rank: int, transport: str) -> None:
     dispatcher(transport, max_tokens=4 + (rank == 1)).dispatch(*tokens(rank))
 
@@ -85,28 +99,6 @@ def larger_rows_than_in_a_redistribution(rank: int, transport: str) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     x = DTensor.from_local(torch.full((2, 8), float(rank)), mesh, [Shard(0)], run_check=False)
     larger_rows(rank, transport, lambda: redistribute(x, [Shard(1)], transport=transport))
-
-
-def refused_once(rank: int, transport: str) -> None:
-    d = dispatcher(transport)
-    fits(d, rank)
-    x, ids, weights = tokens(rank)
-    d.dispatch(x[:, :7] if rank == 1 else x, ids, weights)
-
-
-def refused_and_went_on(rank: int, transport: str) -> str:
-    """The refusing rank catches the error and repeats the call, as do the others if they may."""
-    d = dispatcher(transport)
-    fits(d, rank)
-    x, ids, weights = tokens(rank)
-    try:
-        d.dispatch(x[:, :7] if rank == 1 else x, ids, weights)
-    except (ArgumentError, DisagreementError) as error:
-        if rank != 1 and not error.recoverable:
-            raise
-    for _ in range(2):
-        fits(d, rank)
-    return "went on"
 
 
 def one_without_gradients(rank: int, d: TokenDispatcher) -> RoutedTokens:
@@ -165,32 +157,26 @@ def refused_by_all(rank: int, transport: str) -> str:
     return "went on"
 
 
-REPORTED = {"DisagreementError", "PeerError", "TransportError"}  # the rank that ends first closes its connections
+def disagreed(outcomes: list[str]) -> bool:
+    # The rank that ends first closes its connections.
+    return set(outcomes) <= {"DisagreementError", "PeerError", "TransportError"} and "DisagreementError" in outcomes
+
+
+def one_refused(outcomes: list[str]) -> bool:
+    return outcomes.pop(1) == "ArgumentError" and disagreed(outcomes)
+
+
+def went_on(outcomes: list[str]) -> bool:
+    return outcomes == ["went on"] * RANKS
+
+
 CASES: dict[Callable, Callable[[list[str]], bool]] = {
-    other_order: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
-    other_call: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
-    other_max_tokens: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
-    other_expert_capacity: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
-    larger_rows_than_in_a_dispatch: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
-    larger_rows_than_in_a_redistribution: lambda outcomes: (
-        set(outcomes) <= REPORTED and "DisagreementError" in outcomes
-    ),
-    refused_once: lambda outcomes: (
-        outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
-    ),
-    refused_combine: lambda outcomes: outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED,
-    refused_combine_start: lambda outcomes: outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED,
-    refused_and_went_on: lambda outcomes: (
-        outcomes == ["went on"] * RANKS or set(outcomes) <= REPORTED and "DisagreementError" in outcomes
-    ),
-    refused_to_be_made: lambda outcomes: (
-        outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
-    ),
-    refused_mesh: lambda outcomes: (
-        outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
-    ),
-    refused_to_be_made_by_all: lambda outcomes: outcomes == ["went on"] * RANKS,
-    refused_by_all: lambda outcomes: outcomes == ["went on"] * RANKS,
+    **dict.fromkeys([other_order, other_call, other_order_of_starts, other_start], disagreed),
+    **dict.fromkeys([other_max_tokens, other_expert_capacity], disagreed),
+    **dict.fromkeys([larger_rows_than_in_a_dispatch, larger_rows_than_in_a_redistribution], disagreed),
+    **dict.fromkeys([refused_to_be_made, refused_mesh], one_refused),
+    **dict.fromkeys([refused_combine, refused_combine_start], lambda outcomes: outcomes.pop(1) == "ArgumentError"),
+    **dict.fromkeys([refused_to_be_made_by_all, refused_by_all], went_on),
 }
 
 

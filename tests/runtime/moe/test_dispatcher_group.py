@@ -12,6 +12,7 @@ from rank_processes import run_ranks
 
 import shardweave
 from shardweave.runtime.transports.comm_requests import Barrier
+from shardweave.runtime.transports.process_group import ProcessGroupTransport
 
 pytestmark = pytest.mark.multi
 EXPERTS, K, HIDDEN, MOST = 6, 2, 16, 12
@@ -26,15 +27,14 @@ def groups_of_requests(rank: int, settings: dict[str, Any]) -> tuple[int, bool]:
         group, num_experts=EXPERTS, top_k=K, hidden=HIDDEN, max_tokens=MOST, dtype=torch.float32,
         transport="process_group", **settings,
     )  # fmt: skip
-    transport, groups = d._transport, list[Any]()
-    begin = transport.begin
+    groups, begin = list[Any](), ProcessGroupTransport.begin
 
-    def noted(request: Any) -> Any:
+    def noted(self: Any, request: Any) -> Any:
         if not isinstance(request, Barrier) and hasattr(request, "group"):
             groups.append(request.group)
-        return begin(request)
+        return begin(self, request)
 
-    transport.begin = noted  # type: ignore[method-assign]
+    ProcessGroupTransport.begin = noted  # type: ignore[method-assign]
     t = tokens_of(rank, MOST - rank, K, EXPERTS, HIDDEN, torch.float32, "uniform")
     x = t.x.requires_grad_()
     routed = d.dispatch(x, t.ids, t.weights)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_reference import Tokens, assert_near, dense, expert, matrices_of, tokens_of
-from rank_processes import interpreted, run_ranks
+from rank_processes import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -54,13 +54,11 @@ def in_stated_order(t: Tokens, rank: int, expert_map, factors: torch.Tensor) -> 
 
 
 def same_bits_after_moves(rank: int) -> None:
-    for transport in (None, "process_group"):
+    for transport in (None, "process_group", "symmetric_memory"):
         dispatcher = made(transport, MAPS[0])
         factors = torch.arange(1.0, EXPERTS + 1) / 3
         state = torch.arange(EXPERTS, dtype=torch.int8)[:, None].expand(-1, 5)
         held = [factors[MAPS[0][rank]], state[MAPS[0][rank]].t().contiguous().t()]
-        (transfer,) = dispatcher.transfers
-        matrix = None
         for step, expert_map in enumerate([*MAPS, MAPS[2], MAPS[0]] if transport is None else MAPS[:2]):
             if step:
                 move_experts(dispatcher, expert_map, held)
@@ -72,11 +70,6 @@ def same_bits_after_moves(rank: int) -> None:
             assert torch.equal(y, in_stated_order(t, rank, expert_map, factors)), (transport, step)
             counts = torch.stack([torch.bincount(o.ids[o.ids >= 0], minlength=EXPERTS) for o in tokens(step)])
             assert torch.equal(routed.load().per_source, counts)
-            assert dispatcher.transfers == [transfer]
-            if transport is None:  # peers still write their counts to the buffer of the first dispatch
-                (matrices,) = transfer._matrices.values()
-                matrix = matrices if matrix is None else matrix
-                assert matrices is matrix
         dispatcher.check()
 
 
@@ -223,28 +216,3 @@ def refused_and_disagreed(rank: int) -> None:
 @pytest.mark.multi
 def test_dtensors_and_refused_arguments():
     run_ranks(refused_and_disagreed, 2)
-
-
-def dispatched_after_a_move(rank: int) -> list[float]:
-    d = TokenDispatcher(
-        num_experts=4, top_k=1, hidden=4, max_tokens=4, dtype=torch.float32, transport="symmetric_memory"
-    )
-    x, ids, weights = (torch.arange(16).view(4, 4) + 100 * rank).float(), torch.arange(4).view(4, 1), torch.ones(4, 1)
-    with torch.no_grad():
-        for expert_map in (None, ((2, 3), (0, 1))):
-            if expert_map:
-                move_experts(d, expert_map)
-            for _ in range(2):  # the second makes the launches of the first again
-                routed = d.dispatch(x, ids, weights)
-                rows = sorted(routed.x[: int(routed.num_rows), 0].tolist())
-                d.combine(routed.x.clone(), routed)
-                del routed
-    return rows
-
-
-@pytest.mark.long
-@pytest.mark.multi
-def test_repeated_launches_end_with_a_move() -> None:
-    assert interpreted("test_move_experts", "t.run_ranks(t.dispatched_after_a_move, 2)") == str(
-        [[8.0, 12.0, 108.0, 112.0], [0.0, 4.0, 100.0, 104.0]]
-    )

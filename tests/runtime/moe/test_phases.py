@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ import torch.distributed as dist
 from moe_reference import matrices_of, run_experts, tokens_of
 from rank_processes import end_ranks, run_ranks
 from test_processes import SETTINGS, E, H, K, given, leaf, poisoned, raw, virtual_rounds
+from test_threads import in_threads
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -73,7 +71,7 @@ def each_transport(rank: int) -> list[list[bytes]]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_phases_equal_one_phase(size):
     by_rank, want = run_ranks(each_transport, size), virtual_rounds(size)
     for rank, of_transports in enumerate(by_rank):
@@ -85,7 +83,8 @@ def on_each_level(rank: int) -> list[list[bytes]]:
     torch.set_num_threads(1)
     poisoned()
     transports = ("hierarchical", False), ("hierarchical", True), ("process_group", True)
-    return [phased_rounds(rank, transport, two_level=two_level) for transport, two_level in transports]
+    found = [phased_rounds(rank, transport, two_level=two_level) for transport, two_level in transports]
+    return [*found, phased_rounds(rank, "symmetric_memory", two_level=True, splits="fixed")]
 
 
 @pytest.mark.multi
@@ -95,25 +94,6 @@ def test_phases_between_nodes():
     for rank, levels in enumerate(by_rank):
         for level, rounds in enumerate(levels):
             assert rounds == want[rank], f"rank {rank}, case {level}"
-
-
-def test_phases_of_virtual_ranks():
-    tokens = [tokens_of(rank, 4 + rank, K, E, H, torch.bfloat16, "holes") for rank in range(3)]
-    given_tokens = [t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens]
-    d = VirtualTokenDispatcher(3, **SETTINGS)
-    matrices = matrices_of(E, H, torch.bfloat16)
-    found = []
-    for phases in (False, True):
-        routed = d.dispatch_start(*given_tokens).finish() if phases else d.dispatch(*given_tokens)
-        outputs = [
-            run_experts(r, list(matrices[a:b]), True)
-            for r, (a, b) in zip(routed, pairwise(d.config.bounds), strict=True)
-        ]
-        ys = d.combine_start(outputs, routed).finish() if phases else d.combine(outputs, routed)
-        found.append([raw(y) for y in ys])
-    assert found[0] == found[1]
-    with pytest.raises(ArgumentError, match=r"x: 1 of them; allowed: one for each of 3 ranks"):
-        d.dispatch_start(given_tokens[0][:1], *given_tokens[1:])
 
 
 def test_phases_are_not_for_graphs_of_torch_compile(monkeypatch):
@@ -127,42 +107,12 @@ def test_phases_are_not_for_graphs_of_torch_compile(monkeypatch):
         d.combine_start([routed[0].x], routed)
 
 
-def test_finish_after_an_interrupt_and_on_several_threads():
+def test_finish_on_several_threads():
     d = VirtualTokenDispatcher(1, **SETTINGS)
     t = tokens_of(0, 4, K, E, H, torch.bfloat16, "holes")
-    first, second = (d.dispatch_start([t.x], [t.ids], [t.weights]) for _ in range(2))
-    complete, interrupted = first._complete, []
-
-    def interrupt_once():
-        if not interrupted:
-            interrupted.append(True)
-            raise KeyboardInterrupt
-        time.sleep(0.01)  # other threads come
-        return complete()
-
-    first._complete = interrupt_once
-    with pytest.raises(KeyboardInterrupt):
-        first.finish()
-    with pytest.raises(ArgumentError, match="finish: of dispatch .started call 2 .*, before dispatch .started call 1 "):
-        second.finish()
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda _: first.finish(), range(8)))
+    started = d.dispatch_start([t.x], [t.ids], [t.weights])
+    results = in_threads(*[started.finish] * 4)
     assert all(result is results[0] for result in results)
-    assert second.finish() is second.finish()
-
-
-def test_finish_after_other_active_ranks_is_refused():
-    t = tokens_of(0, 4, K, E, H, torch.bfloat16, "holes")
-    given = [t.x.detach().requires_grad_()] * 2, [t.ids] * 2, [t.weights] * 2
-    d = VirtualTokenDispatcher(2, **SETTINGS)
-    routed = d.dispatch(*given)
-    pending = d.dispatch_start(*given), d.combine_start([r.x for r in routed], routed)
-    d.set_active_ranks([0])
-    for one, what in zip(pending, ("dispatch", "combine"), strict=True):
-        with pytest.raises(UnsupportedError, match=f"finish of a {what}.* after set_active_ranks; allowed: before it"):
-            one.finish()
-    with pytest.raises(ArgumentError, match="output_buffer: of rank 1, which is not active"):
-        routed[1].output_buffer()
 
 
 def small(transport: str, **more: Any) -> TokenDispatcher:
@@ -299,9 +249,8 @@ def every_use(rank: int) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_calls_in_flight(size):
-    run_ranks(every_use, size)
+def test_calls_in_flight():
+    run_ranks(every_use, 4)
 
 
 @pytest.mark.multi
@@ -312,54 +261,6 @@ def test_calls_in_flight_between_nodes():
 def hierarchical_uses(rank: int) -> None:
     for use in (start_waits_for_nobody, other_calls_between, collectives_between, dropped, out_of_order):
         use(rank, "hierarchical")
-
-
-def other_order(rank: int, transport: str) -> None:
-    first, second = small(transport), small(transport)
-    for d in (second, first) if rank else (first, second):
-        d.dispatch_start(*of_value(1.0))
-    first.dispatch(*of_value(1.0))
-
-
-def one_starts_another_call(rank: int, transport: str) -> None:
-    d = small(transport)
-    routed = d.dispatch(*of_value(1.0))
-    pending = d.combine_start(routed.x, routed) if rank else d.dispatch_start(*of_value(1.0))
-    pending.finish()
-
-
-def one_refuses(rank: int, transport: str) -> None:
-    d = small(transport)
-    d.dispatch(*of_value(1.0))
-    x, ids, weights = of_value(1.0)
-    d.dispatch_start(x[:, :7] if rank else x, ids, weights).finish()
-
-
-FAILURES = (other_order, one_starts_another_call, one_refuses)
-
-
-def every_failure(rank: int, transport: str) -> list[str]:
-    store, names = dist.distributed_c10d._get_default_store(), []
-    for i, case in enumerate(FAILURES):
-        dist.destroy_process_group()
-        options = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=60)}
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"case/{i}", store), **options)
-        with pytest.raises((ArgumentError, TransportError)) as raised:
-            case(rank, transport)
-        names.append(type(raised.value).__name__)
-        store.set(f"ended/{i}/{rank}", "")
-        store.wait([f"ended/{i}/{other}" for other in range(2)])
-    return names
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_disagreement_is_raised(transport):
-    by_rank = run_ranks(every_failure, 2, transport, environment={"SHARDWEAVE_TIMEOUT": "40"})
-    outcomes = dict(zip(FAILURES, zip(*by_rank, strict=True), strict=True))
-    assert outcomes[one_refuses] == ("DisagreementError", "ArgumentError")
-    for case in (other_order, one_starts_another_call):
-        assert "DisagreementError" in outcomes[case], (case.__name__, outcomes[case])
 
 
 @pytest.mark.multi

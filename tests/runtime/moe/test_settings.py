@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import hashlib
 import inspect
 import typing
 
@@ -15,16 +14,11 @@ from moe_reference import tokens_of
 
 import shardweave
 from shardweave.errors import ArgumentError
-from shardweave.kernels import RowLaunch
 from shardweave.runtime.moe import config as config_module
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
-from shardweave.runtime.moe.transfer import base, push, sendrecv
-from shardweave.runtime.moe.transfer.base import ROUTING
-from shardweave.runtime.moe.transfer.levels import with_splits
-from shardweave.runtime.moe.transfer.window import WindowTransfer
 
 
 def one(**given) -> DispatchConfig:
@@ -189,14 +183,6 @@ def test_config_accepts_numpy_integers():
     assert one(capacity=np.int64(5), align=4) == one(capacity=5, align=4)
 
 
-@pytest.mark.plan
-def test_config_is_hashed_once(monkeypatch):
-    hashed, blake2b = [], hashlib.blake2b
-    monkeypatch.setattr(hashlib, "blake2b", lambda *args, **given: hashed.append(1) or blake2b(*args, **given))
-    config = one()
-    assert len({config.fingerprint(number) for number in (0, 1, 2, 1)}) == 3 and len(hashed) == 1
-
-
 def test_explain_states_chunks():
     d = VirtualTokenDispatcher(
         2, num_experts=5, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, capacity=10, align=4, one_sided=False
@@ -218,58 +204,6 @@ def test_explain_states_memory():
     # Each layer holds rows and routing; gradients and the experts' output are needed one layer after another.
     once, each = 12 * (32 + 4) + 12 * 32, 12 * (32 + 4) + 8 * 16 + 2 * 6 * 8
     assert f"a model with n of these layers, in training: {once:,} + n * {each:,}\n" in text
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize("save", ["buffer", "copy", "redispatch"])
-@pytest.mark.parametrize("pooled", [0, 1, 3])
-def test_memory_of_layers_with_windows(save: str, pooled: int) -> None:
-    """One window, and pooled buffers that hold the rows of as many layers."""
-    config = one(hidden=64, save=save, pooled_buffers=pooled)
-    purposes = WindowTransfer.nbytes(config, None)
-    once, each = WindowTransfer.layers_nbytes(config, None)
-    rows, routing = config.rows * (64 * 4 + 4), purposes[ROUTING]
-    window = WindowTransfer.window_nbytes(config)
-    window = max(window, 1 << 16)
-    assert purposes["window, which the dispatchers of these ranks share"] == window
-    if save == "redispatch":
-        buffers = pooled * config.rows * 64 * 4
-        assert (once, each) == (window + 2 * rows + buffers, routing)  # rows are there again in the backward
-    else:
-        assert (once, each) == (window + rows, rows + routing)
-
-
-@pytest.mark.parametrize("one_sided", [True, False])
-def test_num_sms_limits_programs(one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = []
-
-    def rows_of(arguments: tuple[object, ...]) -> list[RowLaunch]:
-        return [a for a in arguments if isinstance(a, RowLaunch)]
-
-    for module, name in ((push, "push_rows"), (sendrecv, "push_rows"), (base, "combine_rows")):
-        function = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *a, function=function, **b: launches.extend(rows_of(a)) or function(*a, **b)
-        )
-    d = VirtualTokenDispatcher(
-        2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, num_sms=20, one_sided=one_sided
-    )
-    tokens = [[v] * 2 for v in (torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))]
-    routed = d.dispatch(*tokens)
-    d.combine([r.x for r in routed], routed)
-    assert launches == [RowLaunch.for_rows(8, 4, 20)] * 4 and launches[0].programs == 20
-
-
-@pytest.mark.plan
-def test_splits_are_chosen_by_price() -> None:
-    nodes = [rank // 8 for rank in range(16)]
-    decode, train = (one(ranks=16, num_experts=64, hidden=7168, max_tokens=t) for t in (1, 4096))
-    chosen, why = with_splits(decode, nodes)
-    assert chosen.chunk_capacity == 2 and why.startswith("splits: fixed, the cheaper on 2 nodes by the links of NVLink")
-    chosen, why = with_splits(train, nodes)
-    assert chosen == train and why.startswith("splits: host, the cheaper")
-    assert one(splits="fixed").chunk_capacity == 4 * 2 and one(splits="host") == one()
-    assert one(splits="fixed", chunk_capacity=3).chunk_capacity == 3
 
 
 @pytest.mark.plan

@@ -328,7 +328,7 @@ def test_random_dispatches_under_modes(first: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(LONG_PARTS))
 def test_random_dispatches_under_modes_at_length(part: int) -> None:
-    for seed in range(1000 + 500 * part, 1500 + 500 * part):
+    for seed in range(1000 + 100 * part, 1100 + 100 * part):
         check(*drawn(seed))
 
 

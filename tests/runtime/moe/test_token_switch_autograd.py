@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from moe_reference import Tokens
 from rank_processes import end_ranks, run_ranks
 from test_threads import Turns, in_threads
+from test_token_modes import Log
 from test_token_switch import (
     LAYOUTS,
     H,
@@ -21,7 +23,6 @@ from test_token_switch import (
     switch_of,
     weighted,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardweave.errors import ArgumentError
@@ -40,7 +41,7 @@ def tokens_in_flight(rank: int, number: int) -> list[Tokens]:
 
 def outputs(switch, layout: str, got, depend: bool = False) -> torch.Tensor:
     """Return the rows times their weights where the rank has experts, otherwise no rows, which may depend on `got`."""
-    if switch._engine.own_experts:
+    if dist.get_rank() < EXPERTS:
         return weighted(layout, got)
     return got[0][:0] if depend else torch.zeros(0, H)
 
@@ -154,33 +155,23 @@ def seen_by_a_mode(rank: int) -> None:
         outs = torch.empty(rows, H), torch.empty(rows, *tokens.ids.shape[1:] if layout == "flat" else ()), None
         for _ in range(2):
             x, weights = leaf(tokens.x), leaf(tokens.weights)
-            seen: list[str] = []
-            with Log(seen):
+            log = Log()
+            with log:
                 routing = switch.create_routing(tokens.ids, counts, layout=layout)
                 got = switch.dispatch(routing, x, weights, rows)
             output = outputs(switch, layout, got)
-            with Log(seen):
+            with log:
                 y = switch.combine(routing, output)
             y.backward(tokens.gradient)
             assert_weighted(tokens, y, x.grad, weights.grad)
             total = torch.empty_like(y)
-            with Log(seen), torch.no_grad():
+            with log, torch.no_grad():
                 switch.dispatch(routing, x, weights, out=outs)
                 switch.combine(routing, output, out=total)
                 switch.check()
             assert torch.equal(outs[0], got[0]) and torch.equal(outs[1], got[1]) and torch.equal(total, y)
             names = ["dispatch", "dispatch", "combine", "dispatch", "combine"]
-            assert seen == [f"shardweave.{name}.default" for name in names], seen
-
-
-class Log(TorchDispatchMode):
-    def __init__(self, seen: list[str]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
+            assert log.seen == [f"shardweave.{name}.default" for name in names], log.seen
 
 
 @needs_token_switch

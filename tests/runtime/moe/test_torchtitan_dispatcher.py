@@ -13,26 +13,16 @@ import torch.distributed as dist
 from moe_reference import Tokens, assert_near, matrices_of, tokens_of
 from rank_processes import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import ArgumentError
-from shardweave.runtime.moe.expert_placement import experts_of_shards
 from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
 
 needs_torchtitan = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed (pip install torchtitan==0.3.0)"
 )
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize("experts, ranks", [(8, 4), (10, 4), (3, 4), (9, 8), (1, 2)])
-def test_experts_of_shards_equal_torch_chunk(experts, ranks):
-    chunks = [c.tolist() for c in torch.arange(experts).chunk(ranks)]
-    chunks += [[]] * (ranks - len(chunks))
-    mesh = DeviceMesh("cpu", torch.arange(ranks), _init_backend=False, _rank=0)
-    results = experts_of_shards(experts, mesh)
-    assert results == (None if experts % ranks == 0 else chunks)
 
 
 def config_of(experts: int, k: int, hidden: int, tokens: int, **more) -> TorchtitanDispatcher.Config:
@@ -41,16 +31,22 @@ def config_of(experts: int, k: int, hidden: int, tokens: int, **more) -> Torchti
     )
 
 
-def by_the_seam(dispatcher: TorchtitanDispatcher, t: Tokens, matrices: torch.Tensor) -> dict[str, torch.Tensor]:
+def by_the_seam(
+    dispatcher: TorchtitanDispatcher, t: Tokens, matrices: torch.Tensor, checkpointed: bool = False
+) -> dict[str, torch.Tensor]:
     """Call as RoutedExperts does, with experts that multiply by one matrix, and NaN in unused rows."""
     x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
     m = matrices.clone().requires_grad_()
-    rows, counts, metadata = dispatcher.dispatch(x, weights, t.ids, torch.full((1,), -99))
-    assert counts.dtype is torch.int64 and len(counts) == len(matrices)
-    ends = counts.cumsum(0).tolist()
-    parts = [rows[a:b] @ w for a, b, w in zip([0, *ends], ends, m, strict=False)]
-    parts.append(rows.new_full((len(rows) - sum(counts.tolist()), rows.shape[1]), float("nan")))
-    y = dispatcher.combine(torch.cat(parts), metadata, x)
+
+    def layer(x: torch.Tensor, weights: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        rows, counts, metadata = dispatcher.dispatch(x, weights, t.ids, torch.full((1,), -99))
+        assert counts.dtype is torch.int64 and len(counts) == len(matrices)
+        ends = counts.cumsum(0).tolist()
+        parts = [rows[a:b] @ w for a, b, w in zip([0, *ends], ends, m, strict=False)]
+        parts.append(rows.new_full((len(rows) - sum(counts.tolist()), rows.shape[1]), float("nan")))
+        return dispatcher.combine(torch.cat(parts), metadata, x)
+
+    y = checkpoint(layer, x, weights, m, use_reentrant=False) if checkpointed else layer(x, weights, m)
     y.backward(t.gradient)
     of_matrices = torch.zeros_like(m) if m.grad is None else m.grad  # a rank without experts
     return {"y": y.detach(), "x": x.grad, "weights": weights.grad, "matrices": of_matrices}
@@ -73,10 +69,11 @@ def ragged_ranks(rank: int, mesh, experts: int, pad_multiple: int, more: dict):
     counts = [9, 0, 4, 7]
     tokens = [tokens_of(r, counts[r], 2, experts, 8, torch.float32, "holes") for r in range(len(mesh.mesh))]
     mine = distribute_tensor(matrices, mesh, [Shard(0)]).to_local()
-    got = by_the_seam(dispatcher, tokens[rank], mine)
     want = linear_experts(tokens[rank], matrices)
-    for name in ("y", "x", "weights"):
-        assert_near(got[name], want[name], torch.float32, name)
+    for checkpointed in (False, True):
+        got = by_the_seam(dispatcher, tokens[rank], mine, checkpointed)
+        for name in ("y", "x", "weights"):
+            assert_near(got[name], want[name], torch.float32, name)
     total = sum(linear_experts(t, matrices)["matrices"] for t in tokens)
     shard = distribute_tensor(total, mesh, [Shard(0)]).to_local()
     assert_near(got["matrices"], shard, torch.float32, "matrices")
