@@ -43,12 +43,11 @@ from .tokens.rows import (
     Buffers,
     ChosenBuffers,
     RowLaunch,
-    RowsInParts,
     TokenRows,
     contiguous_rows,
     has_contiguous_rows,
 )
-from .tokens.rows_cpu import host_array, host_empty, host_tensor
+from .tokens.rows_cpu import host_empty, host_tensor
 from .tokens.silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tokens.spread_rows import OwnRows, spread_rows
 from .tokens.weigh_rows import weigh_rows
@@ -88,7 +87,6 @@ __all__ = [
     "RepeatedDispatch",
     "OwnRows",
     "RowLaunch",
-    "RowsInParts",
     "RowTables",
     "PhysicalExperts",
     "SourceRows",
@@ -121,7 +119,6 @@ __all__ = [
     "gather_values",
     "group_rows",
     "has_contiguous_rows",
-    "host_array",
     "host_empty",
     "host_tensor",
     "interpreted",

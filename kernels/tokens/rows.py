@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
-from itertools import accumulate
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -80,10 +79,6 @@ class Buffers:
         addresses, bits = self._addresses
         return self._tables.of(addresses), bits
 
-    def parts(self) -> list[tuple[torch.Tensor, int]]:
-        """For each destination a tensor of its rows, and the number of the first one."""
-        return [(tensor, 0) for tensor in self.tensors]
-
     def host_addresses(self) -> torch.Tensor:
         """The address of row 0 of each destination's buffer, int64 [W]. On the CPU."""
         if self._host_addresses is None:
@@ -100,31 +95,6 @@ class Buffers:
     def choice(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(index, error) of ChosenBuffers; None: destination i has the i-th buffer."""
         return None
-
-
-class RowsInParts(Buffers):
-    """Rows of one buffer that all destinations have, as pieces of it that follow one another. On the CPU.
-
-    Args:
-        parts: [n, ...] for each destination, its rows, as `host_array` returns them.
-        dtype: of the rows.
-    """
-
-    def __init__(self, parts: Sequence[npt.NDArray[Any]], dtype: torch.dtype) -> None:
-        self._parts, self.dtype, self.device = parts, dtype, torch.device("cpu")
-        self.shape = torch.Size((sum(map(len, parts)), *parts[0].shape[1:]))
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def parts(self) -> list[tuple[torch.Tensor, int]]:
-        firsts = accumulate(map(len, self._parts), initial=0)
-        return [(torch.from_numpy(x).view(self.dtype), first) for x, first in zip(self._parts, firsts, strict=False)]
-
-    def host_addresses(self) -> torch.Tensor:
-        firsts = accumulate(map(len, self._parts), initial=0)
-        addresses = [x.ctypes.data - first * x.strides[0] for x, first in zip(self._parts, firsts, strict=False)]
-        return torch.tensor(addresses, dtype=torch.int64, device="cpu")
 
 
 class ChosenBuffers(Buffers):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +19,10 @@ from shardweave.kernels import (
     Groups,
     PhysicalExperts,
     QuantizedRows,
-    RowsInParts,
     TokenRows,
     combine_rows,
     count_pairs,
     gather_values,
-    host_array,
     locate_rows,
     push_rows,
     weigh_rows,
@@ -244,28 +241,17 @@ def test_locate_rows(tokens: int, k: int, most: int) -> None:
         assert rows.row[t].tolist() == [row for _, _, row in sorted(pairs)]
 
 
-@pytest.mark.parametrize("dtype", PAYLOADS)
-def test_rows_in_parts(dtype: torch.dtype) -> None:
-    """They are read and written as those of one buffer that all destinations have."""
-    experts = PhysicalExperts.divided((0, 2, 2, 5, 8), torch.device("cpu"))
-    counted = count_pairs(torch.randint(-1, 8, (9, 4)), 8)
-    counts = counted.counts[:-1]
-    groups = Groups((counts.cumsum(0) - counts).int(), counts, *[counts[:0]] * 5)
-    rows = locate_rows(counted.physical_expert, counted.place, groups, experts)
-    sizes = [int(counts[low:high].sum()) for low, high in zip(experts.bounds, experts.bounds[1:], strict=False)]
-    x, weights = torch.randn(9, 5).to(dtype), torch.randn(9, 4)
-    buffers, numbers = torch.zeros(sum(sizes), 5, dtype=dtype), torch.zeros(sum(sizes))
-    of_parts = [[host_array(part.clone()) for part in whole.split(sizes)] for whole in (buffers, numbers)]
-    parts, number_parts = RowsInParts(of_parts[0], dtype), RowsInParts(of_parts[1], torch.float32)
-    assert parts.shape == buffers.shape and len(parts) == 4
-    results: list[Any] = []
-    for of_rows, of_numbers in ((parts, number_parts), (Buffers([buffers] * 4), Buffers([numbers] * 4))):
-        push_rows(x, rows, of_rows, groups, 0, weights, of_numbers, most_padding=0)
-        out = torch.empty(9, 5, dtype=dtype)
-        combine_rows(rows, of_rows, out, weights)
-        results.append((out, gather_values(rows, of_numbers)))
-    assert all(map(torch.equal, *results))
-    assert np.concatenate(of_parts[1]).tolist() == numbers.tolist()
+@pytest.mark.usefixtures("threads")
+def test_gather_values() -> None:
+    rows = random_rows(np.random.default_rng(0), 40, 4, 3, 60)
+    numbers = torch.randn(3, 60)
+    found = gather_values(rows, Buffers(list(numbers)))
+    want = torch.zeros(40, 4)
+    for t, (keys, at) in enumerate(zip(rows.key.tolist(), rows.row.tolist(), strict=True)):
+        for key, row in zip(keys, at, strict=True):
+            if row >= 0:
+                want[t, key % 4] = numbers[key // 4, row]
+    assert found.equal(want)
 
 
 def test_buffers_without_memory_are_refused(request: pytest.FixtureRequest) -> None:
