@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +22,6 @@ from variants import crossed
 
 import shardweave
 from shardweave.errors import MeetingTimeoutError, TransportError
-from shardweave.runtime.executor.run import ExclusiveCall
 from shardweave.runtime.transports.call_lock import CallLock
 from shardweave.runtime.transports.select import current_transports
 
@@ -50,63 +46,6 @@ def test_lock_waits_for_other_thread_no_longer_than_its_timeout() -> None:
     holder.join()
     with lock:
         pass
-
-
-def is_free(lock: CallLock) -> bool:
-    """Whether another thread can take the lock."""
-    taken = []
-
-    def take() -> None:
-        taken.append(lock.acquire_now(False))
-        if taken[0]:
-            lock.release_now()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return taken[0]
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize("kind", ["call", "call while bound", "binding"])
-def test_interrupt_leaves_no_lock_and_no_call_behind(kind: str) -> None:
-    """A signal's exception is raised where functions begin and after they return: at each of these places in turn."""
-    files = {CallLock.acquire.__code__.co_filename, ExclusiveCall.__enter__.__code__.co_filename}
-    interrupted = 0
-    for place in range(100):
-        lock, events, entered = CallLock(0, 5.0, lambda: "a call"), 0, False
-        transport: Any = SimpleNamespace(
-            rendezvous=SimpleNamespace(lock=lock, end=lambda error: None),
-            busy=False,
-            pending=None,
-            error=None,
-            fail=lambda error: None,
-        )
-        context: Any = lock if kind == "binding" else ExclusiveCall(transport, SimpleNamespace(milliseconds=0.0))
-
-        def interrupt(frame: Any, event: str, argument: Any, place: int = place) -> None:
-            nonlocal events
-            caller = frame if event == "c_return" else frame.f_back
-            begins = event == "call" and frame.f_code.co_name != "__exit__"  # Python's own limit: not told of the block
-            if caller.f_code.co_filename in files and (event in ("c_return", "return") or begins):
-                events += 1
-                if events == place + 1:
-                    raise KeyboardInterrupt
-
-        try:
-            with lock if kind == "call while bound" else nullcontext():
-                sys.setprofile(interrupt)
-                with context:
-                    entered = True
-                sys.setprofile(None)
-        except KeyboardInterrupt:
-            interrupted += 1
-        finally:
-            sys.setprofile(None)
-        assert is_free(lock) and not lock.depth and not transport.busy, (place, entered)
-        if events <= place:
-            break
-    assert interrupted >= 2 and entered
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:
