@@ -100,6 +100,33 @@ def test_dump_without_recorder_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         dump_flight_records()
 
 
+def last_calls(rank: int, folder: str) -> list[tuple[int, str]]:
+    """The numbers and states of recorded calls, of which the last one is refused by all ranks alike."""
+    line, path = init_device_mesh("cpu", (2,)), Path(folder, f"rank{rank}")
+    x = distribute_tensor(torch.randn(8, 6), line, [Shard(0)])
+    for _ in range(9):
+        shardweave.redistribute(x, [Replicate()])
+    with pytest.raises(ArgumentError):
+        shardweave.redistribute(x, [Shard(7)])
+    path.write_text("")
+    with pytest.raises(OSError):
+        dump_flight_records(path)
+    written = dump_flight_records(str(Path(folder, "some", "folder")))
+    assert written == Path(folder, f"some/folder/shardweave_{rank}")
+    entries = pickle.loads(written.read_bytes())["entries"]
+    for entry in entries:
+        frame = entry["frames"][0]
+        assert (frame["name"], frame["filename"]) == ("last_calls", __file__) and frame["line"] > 0
+        assert entry["time_created_ns"] <= entry["time_discovered_completed_ns"] <= time.time_ns()
+    return [(entry["collective_seq_id"], entry["state"]) for entry in entries]
+
+
+@pytest.mark.multi
+def test_only_the_last_calls_are_kept(tmp_path: Path) -> None:
+    for entries in run_ranks(last_calls, 2, str(tmp_path), environment={"SHARDWEAVE_FR_BUFFER_SIZE": "3"}):
+        assert entries == [(number, "completed") for number in (7, 8, 9)]
+
+
 def installed_with_a_wrong_variable(rank: int) -> bool:
     os.environ["SHARDWEAVE_FR_BUFFER_SIZE"] = "many"
     with pytest.raises(ArgumentError, match="SHARDWEAVE_FR_BUFFER_SIZE: 'many'"):

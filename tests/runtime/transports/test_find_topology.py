@@ -151,9 +151,6 @@ def in_domains(rank: int, hosts: str, domains: str) -> Any:
 @pytest.mark.parametrize(
     ("hosts", "domains", "nodes"),
     [("abcd", "xxyy", [0, 0, 1, 1]),
-     pytest.param("abcd", "xyxy", [0, 1, 0, 1], marks=pytest.mark.long),
-     pytest.param("abc", "xxx", None, marks=pytest.mark.long),
-     pytest.param("abb", "   ", [0, 1, 1], marks=pytest.mark.long),
      pytest.param("abcc", "xx  ", [0, 0, 1, 1], marks=pytest.mark.long)],
 )  # fmt: skip
 def test_machines_that_nvlink_connects_are_one_node(hosts: str, domains: str, nodes: list[int] | None) -> None:
