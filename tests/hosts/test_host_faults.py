@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from rank_preload import rank_context
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -262,15 +260,6 @@ def wait_until_gone(found: set[str]) -> None:
         time.sleep(0.05)
 
 
-def die_with_hosts(ranks: list[list[int]], to_test: Any) -> None:
-    with Hosts(ranks) as hosts:
-        to_test.send(hosts.run(namespaces))
-        hosts.start(calls, 300.0)
-        hosts.wait_for("running")
-        to_test.send("running")
-        time.sleep(300)
-
-
 def test_nothing_is_left_of_hosts(start_hosts: Callable[..., Hosts]) -> None:
     with start_hosts([[0], [1]]) as hosts:
         found = {name for of_rank in hosts.run(namespaces) for name in of_rank}
@@ -278,20 +267,6 @@ def test_nothing_is_left_of_hosts(start_hosts: Callable[..., Hosts]) -> None:
         assert not found & {os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "mnt")}
         interfaces = [path.name for path in Path("/sys/class/net").iterdir()]
         assert "host0" not in interfaces and SWITCH not in interfaces
-    wait_until_gone(found)
-
-
-@pytest.mark.long
-def test_hosts_end_with_the_process_that_started_them(start_hosts: Callable[..., Hosts]) -> None:
-    context = rank_context()
-    mine, theirs = context.Pipe()
-    process = context.Process(target=die_with_hosts, args=(TWO, theirs))
-    process.start()
-    assert mine.poll(60)
-    found = {name for of_rank in mine.recv() for name in of_rank}
-    assert mine.poll(60) and mine.recv() == "running" and alive_in(found)
-    process.kill()
-    process.join()
     wait_until_gone(found)
 
 

@@ -17,42 +17,10 @@ import shardweave
 from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import Exchange, Mesh
-from shardweave.runtime.executor.choose_algorithm import AssumedTransport, choose_algorithm, explain_on
+from shardweave.runtime.executor.choose_algorithm import AssumedTransport, choose_algorithm
 from shardweave.runtime.transports.backend_limits import BACKENDS
 
 MESH = Mesh((2, 2))
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize(
-    ("source", "target", "shape", "one_sided", "algorithm", "why"),
-    [
-        ("S0 S1", "S1 S0", (8, 6), True, "push", "ranks write into each other's memory"),
-        ("S0 S1", "S1 S0", (8, 6), False, "send and receive", "along several mesh dims a rank has few of the group"),
-        ("S0 R", "S1 R", (8, 6), False, "all-to-all", "shards of 96 B at most"),
-        ("S0 R", "S1 R", (1024, 1024), False, "send and receive", "shards of 2 MiB are not copied into one buffer"),
-        ("R R", "S0 S1", (8, 6), True, "local", "no rank receives anything"),
-        ("R R", "S0 S1", (8, 6), False, "local", "no rank receives anything"),
-    ],
-)
-def test_choose_algorithm_and_reason(
-    source: str, target: str, shape: tuple[int, ...], one_sided: bool, algorithm: str, why: str
-) -> None:
-    program = shardweave.plan(MESH, shape, "float32", source, target)
-    chosen = choose_algorithm(program, program.steps[0], 0, AssumedTransport(MESH, one_sided))
-    assert chosen.name == algorithm and why in chosen.why
-    assert f"     by {chosen.name}: {chosen.why}" in explain_on(program, AssumedTransport(MESH, one_sided))
-
-
-@pytest.mark.plan
-def test_choose_algorithm_subset_of_mesh_dims_has_no_group() -> None:
-    mesh = Mesh((2, 2, 2))
-    program = shardweave.plan(mesh, (8, 8), "float32", "R S0 S1", "R S1 S0")
-    chosen = choose_algorithm(program, program.steps[0], 0, AssumedTransport(mesh, False))
-    assert chosen.name == "send and receive" and "no process group of a mesh dim, or of all" in chosen.why
-    crossing = shardweave.plan(MESH, (8, 8), "float32", "S0 S1", "S0", target_mesh=Mesh((4,)))
-    chosen = choose_algorithm(crossing, crossing.steps[0], 0, AssumedTransport(MESH, False))
-    assert chosen.name == "send and receive" and "between two meshes" in chosen.why
 
 
 @pytest.mark.plan

@@ -91,19 +91,6 @@ def check_least(mesh: tuple[int, ...], nodes: list[int], source: str, target: st
     return program
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "least"),
-    [("S0 S0", "R R", 0.5), ("P P", "R R", 1.0), ("P P", "S0 S0", 0.5), ("R S0", "S0 S0", 0.0)],
-)
-def test_two_nodes_of_two(source: str, target: str, least: float) -> None:
-    """Plans that bring twice as much into a node, or anything at all, if ranks do not know their nodes."""
-    nodes = [0, 0, 1, 1]
-    of_one = plan((2, 2), SHAPE, "float32", source, target)
-    program = check_least((2, 2), nodes, source, target)
-    assert max(into_nodes(program, nodes)) == least * math.prod(SHAPE)
-    assert max(into_nodes(of_one, nodes)) >= max(2 * least, 0.25) * math.prod(SHAPE)
-
-
 def test_cost_grows_with_ranks_per_nic() -> None:
     fast = replace(NVLINK_INFINIBAND, node_size=4, network=Link(0.0, 400.0, one_sided=True))
     costs = [redistribute_cost((2, 4), (1 << 12, 1 << 12), "float32", "S0 S0", "R R", replace(fast, nics_per_node=n))

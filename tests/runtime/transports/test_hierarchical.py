@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -173,8 +174,8 @@ class Counted:
 
             monkeypatch.setattr(dist.ProcessGroup, name, post)
 
-        def all_to_all(group: Any, into: torch.Tensor, given: torch.Tensor, *sizes: list[int]) -> dist.Work:
-            self.messages += sum(map(bool, sum(sizes, [])))
+        def all_to_all(group: Any, into: torch.Tensor, given: torch.Tensor, *sizes: Sequence[int]) -> dist.Work:
+            self.messages += sum(nbytes > 0 for way in sizes for nbytes in way)
             self.sent, self.received = self.sent + given.nbytes, self.received + into.nbytes
             return of_all(group, into, given, *sizes)
 

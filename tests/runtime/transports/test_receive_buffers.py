@@ -15,15 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
-from shardweave.runtime.transports.shared_memory import receive_buffers
 
 MIB = 1 << 20
 
 
-def many_calls(rank: int, most_kept: int | None, calls: int) -> int:
+def many_calls(rank: int, calls: int) -> int:
     """A random sequence of repeated requests of several groups and sizes, each call with new values."""
-    if most_kept is not None:
-        receive_buffers.MOST_KEPT = most_kept
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     coordinate = mesh.get_coordinate()
     row = mesh["b"]
@@ -64,12 +61,10 @@ def many_calls(rank: int, most_kept: int | None, calls: int) -> int:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    ("most_kept", "calls"),
-    [(None, 150), (0, 150), pytest.param(2000, 300, marks=pytest.mark.long)],
-)
-def test_results_do_not_change_later(most_kept: int | None, calls: int) -> None:
-    assert run_ranks(many_calls, 4, most_kept, calls) == [calls + math.ceil(calls / 7)] * 4
+@pytest.mark.parametrize(("limit", "calls"), [("", 150), ("0", 150), pytest.param("", 600, marks=pytest.mark.long)])
+def test_results_do_not_change_later(limit: str, calls: int) -> None:
+    environment = {"SHARDWEAVE_POOL_LIMIT": limit}
+    assert run_ranks(many_calls, 4, calls, environment=environment) == [calls + math.ceil(calls / 7)] * 4
 
 
 def disagree_later(rank: int) -> list[float]:

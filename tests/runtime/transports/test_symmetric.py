@@ -186,31 +186,6 @@ def test_consecutive_calls_are_independent(size: int, direction: str) -> None:
     run_ranks(many_rounds, size, "cpu", direction, 150)
 
 
-def fails_in_a_batch(rank: int) -> int:
-    mesh = init_device_mesh("cpu", (2,))
-    given = [made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu") for _ in range(3)]
-    transport, outputs, store = transport_of("cpu"), [], dist.distributed_c10d._get_default_store()
-    shardweave.redistribute_batch(given, [[Replicate()]] * 3, transport="symmetric_memory")
-    if rank == 1:
-        store.wait(["rank 0 has timed out"], timedelta(seconds=60))
-        return 0
-    empty = transport.empty
-
-    def recorded(*args: Any) -> torch.Tensor:
-        outputs.append(empty(*args))
-        return outputs[-1]
-
-    transport.empty = recorded  # type: ignore[method-assign]
-    with pytest.raises(shardweave.MeetingTimeoutError):
-        shardweave.redistribute_batch(given, [[Replicate()]] * 3, transport="symmetric_memory")
-    store.set("rank 0 has timed out", "")
-    return sum(bool(out.isnan().all()) for out in outputs)
-
-
-def test_failed_batch_poisons_all_outputs() -> None:
-    assert run_ranks(fails_in_a_batch, 2, environment={"SHARDWEAVE_TIMEOUT": "1"})[0] == 3
-
-
 def asynchronous(rank: int) -> None:
     mesh = init_device_mesh("cpu", (4,))
     whole = torch.arange(63.0).view(7, 9)
@@ -299,21 +274,23 @@ def test_explain_shows_direction_and_reason() -> None:
     run_ranks(chosen, 4, environment={"SHARDWEAVE_TRANSPORT": "symmetric_memory"})
 
 
-def stays_away(rank: int, direction: str) -> list[str]:
-    """Rank 1 stops making calls; returns the errors of the others, raised twice, and whether outputs are poisoned."""
-    mesh = init_device_mesh("cpu", (3,))
+def stays_away(rank: int, direction: str, number: int) -> list[str]:
+    """Rank 1 stops making calls; returns the errors of the others, raised twice. Outputs, of a batch of `number`
+    tensors, are poisoned."""
+    mesh, store = init_device_mesh("cpu", (3,)), dist.distributed_c10d._get_default_store()
     transport = transport_of("cpu")
     transport.windows.direction = direction  # type: ignore[assignment]
-    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
-    whole = made(torch.arange(12), mesh, [Shard(0)], {}, "cpu")
+    given = [made(torch.arange(12.0) + i, mesh, [Shard(0)], {}, "cpu") for i in range(number)]
+
+    def call() -> None:
+        shardweave.redistribute_batch(given, [[Replicate()]] * number, transport="symmetric_memory")
+
     for _ in range(3):
-        for y in (x, whole):
-            shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
+        call()
     if rank == 1:
-        time.sleep(6)
+        store.wait(["told/0", "told/2"], timedelta(seconds=60))
         return []
-    outputs = []
-    empty = transport.empty
+    outputs, empty = [], transport.empty
 
     def recorded(*args: Any) -> torch.Tensor:
         outputs.append(empty(*args))
@@ -321,17 +298,20 @@ def stays_away(rank: int, direction: str) -> list[str]:
 
     transport.empty = recorded  # type: ignore[method-assign]
     texts = []
-    for y in (x, whole):
+    for _ in range(2):
         with pytest.raises(shardweave.TransportError) as errors:
-            shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
+            call()
         texts.append(f"{errors.type.__name__}: {errors.value}")
-    assert len(outputs) == 1 and outputs[0].isnan().all()
+    store.set(f"told/{rank}", "")
+    assert len(outputs) == number and all(out.isnan().all() for out in outputs)
     return texts
 
 
-@pytest.mark.parametrize("direction", ["push", pytest.param("pull", marks=pytest.mark.long)])
-def test_missing_rank_is_named_and_invalidates_transport(direction: str) -> None:
-    ends = run_ranks(stays_away, 3, direction, environment={"SHARDWEAVE_TIMEOUT": "1"})
+@pytest.mark.parametrize(
+    ("direction", "number"), [("push", 1), ("push", 3), pytest.param("pull", 1, marks=pytest.mark.long)]
+)
+def test_missing_rank_is_named_and_invalidates_transport(direction: str, number: int) -> None:
+    ends = run_ranks(stays_away, 3, direction, number, environment={"SHARDWEAVE_TIMEOUT": "1"})
     for rank in (0, 2):
         first, second = ends[rank]
         assert second.startswith(first) and f"rank {rank} was waiting" in first and "of ranks (0, 1, 2)" in first
