@@ -176,31 +176,6 @@ def test_bad_arguments_raise_before_communication() -> None:
     run_ranks(bad_arguments, 4)
 
 
-def fail_alone(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    d = distribute_tensor(torch.arange(64.0), mesh, [Shard(0)])
-    shardweave.redistribute(d, [Replicate()])
-    if rank == 1:
-        from shardweave.runtime.transports.shared_memory.tensors import SharedPool
-
-        def full(*arguments: object) -> torch.Tensor:
-            raise shardweave.TransportError("no room")
-
-        SharedPool.empty = full  # type: ignore[method-assign]
-        with pytest.raises(shardweave.TransportError, match="no room"):
-            shardweave.redistribute(d, [Replicate()])
-        time.sleep(3)
-    shardweave.redistribute(d, [Replicate()])
-
-
-def test_failure_between_barriers_raises_on_peers() -> None:
-    start = time.monotonic()
-    ends = end_ranks(fail_alone, 2, environment={"SHARDWEAVE_TIMEOUT": "40"}, timeout=60)
-    assert ends[0].error == "PeerError" and "rank 1" in ends[0].message and "failed" in ends[0].message
-    assert ends[1].error == "TransportError" and "no room" in ends[1].message
-    assert time.monotonic() - start < 30
-
-
 @pytest.mark.parametrize("kind", ["anonymous", "named"])
 def test_shared_memory_segments_are_removed(kind: str) -> None:
     before = segments_of_the_dead()
