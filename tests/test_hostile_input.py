@@ -15,12 +15,13 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from variants import crossed
 
 import shardweave
 from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, ShardweaveError, UnsupportedError
-from shardweave.planner import NVLINK_INFINIBAND, NVLINK_NODE, Layout, MachineFigures, Program, Topology
+from shardweave.planner import NVLINK_INFINIBAND, NVLINK_NODE, Layout, MachineFigures, Mesh, Program, Topology
 from shardweave.runtime.tracing.trace_file import Trace
 from shardweave.runtime.transports.machine_figures import from_text, to_text
 
@@ -92,7 +93,16 @@ def figures(text: str, folder: Path) -> None:
 
 
 def program(text: str, folder: Path) -> None:
-    Program.from_json(text).explain()
+    """What parses is valid for every function that takes a program."""
+    program = Program.from_json(text)
+    assert program.explain() and isinstance(program.digest, int)
+    assert Program.from_json(program.to_json()).to_json() == program.to_json()
+    with contextlib.suppress(ShardweaveError):
+        assert shardweave.draw(program).startswith("<svg")
+    if program.rank is None:
+        locals_ = [torch.ones(program.source_shape(p)).to(getattr(torch, program.dtype)) for p in program.ranks]
+        outs = shardweave.simulate(program, locals_)
+        assert [tuple(x.shape) for x in outs] == [program.target_shape(p) for p in program.ranks]
 
 
 def trace(text: str, folder: Path) -> None:
@@ -136,6 +146,11 @@ def _inputs(name: str) -> tuple[Callable[[str, Path], None], list[str], Callable
         on_nodes = dataclasses.replace(NVLINK_INFINIBAND, node_size=2)  # which split a mesh dim
         programs.append(shardweave.plan((4,), (8, 6), "float32", "S0", "R", topology=on_nodes))
         assert programs[-1].requested is not None
+        programs.append(shardweave.plan((2, 2), (9, 4), "bool", "S0//2 S0", "R S1"))
+        programs.append(shardweave.plan((3,), (7,), "int32", "Pmax", "R"))
+        programs.append(shardweave.plan((2, 2), (6, 4), "float32", "S0 S1", "R S0", rank=2))
+        other = Mesh((3,), ranks=(1, 4, 7))
+        programs.append(shardweave.plan((2, 2), (6, 4), "float32", "P S1", "S0", target_mesh=other))
         return program, [one.to_json() for one in programs], changed_json
     if name == "traces":
         return trace, [_text_of("bench", "workloads", "recorded", n) for n in TRACES], changed_json

@@ -50,7 +50,7 @@ def combine_rows_torch(
 ) -> None:
     """combine_rows in torch operations, by its definition: a pair of each token at a time."""
     (tokens, k), (_, hidden), dtype = rows.key.shape, out.shape, out.dtype
-    parts, most = buffers.parts(), max(1, CHUNK // max(hidden, 1))
+    tensors, most = buffers.tensors, max(1, CHUNK // max(hidden, 1))
     for first in range(0, tokens, most):
         these = slice(first, first + most)
         key, row, result = rows.key[these].long(), rows.row[these].long(), out[these]
@@ -69,9 +69,9 @@ def combine_rows_torch(
                 node = torch.where(kept, nodes[destination.where(kept, 0)].long(), last_node)
                 move(node != last_node, total, of_nodes)
                 last_node = node
-            for i, (tensor, before) in enumerate(parts):
+            for i, tensor in enumerate(tensors):
                 at = (kept & (destination == i)).nonzero()[:, 0]
-                value = tensor.index_select(0, of_row[at] - before)
+                value = tensor.index_select(0, of_row[at])
                 value = value.float() if quantized is None else quantized.values(value, hidden)
                 if weights is not None:
                     value *= weights[first + at, of_key[at] % k][:, None]
@@ -89,8 +89,8 @@ def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> N
     key, row = rows.key.contiguous(), rows.row.contiguous()
     if loop is None:
         destination = key // max(k, 1)
-        for i, (values, first) in enumerate(buffers.parts()):
+        for i, values in enumerate(buffers.tensors):
             token, at = ((row >= 0) & (destination == i)).nonzero(as_tuple=True)
-            out[token, (key[token, at] % k).long()] = values[row[token, at].long() - first]
+            out[token, (key[token, at] % k).long()] = values[row[token, at].long()]
     else:
         loop(tokens, 0, key, row, buffers.host_addresses(), out, k)

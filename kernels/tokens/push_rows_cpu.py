@@ -53,10 +53,10 @@ def push_rows_torch(
     """push_rows without padding, in torch operations: all rows of a destination at a time."""
     k = rows.key.shape[1]
     destination = rows.key // max(k, 1)
-    numbers = None if weight_buffers is None else weight_buffers.parts()
-    for i, (buffer, first) in enumerate(buffers.parts()):
+    numbers = None if weight_buffers is None else weight_buffers.tensors
+    for i, buffer in enumerate(buffers.tensors):
         token, at = ((rows.row >= 0) & (destination == i)).nonzero(as_tuple=True)
-        row = rows.row[token, at].long() - first
+        row = rows.row[token, at].long()
         buffer.index_copy_(0, row, x.index_select(0, token))
         if weights is not None and numbers is not None:
-            numbers[i][0][row] = weights[token, rows.key[token, at] % k]
+            numbers[i][row] = weights[token, rows.key[token, at] % k]

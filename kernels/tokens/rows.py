@@ -79,10 +79,6 @@ class Buffers:
         addresses, bits = self._addresses
         return self._tables.of(addresses), bits
 
-    def parts(self) -> list[tuple[torch.Tensor, int]]:
-        """For each destination a tensor of its rows, and the number of the first one."""
-        return [(tensor, 0) for tensor in self.tensors]
-
     def host_addresses(self) -> torch.Tensor:
         """The address of row 0 of each destination's buffer, int64 [W]. On the CPU."""
         if self._host_addresses is None:

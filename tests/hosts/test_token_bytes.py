@@ -119,17 +119,16 @@ def test_token_crosses_once_per_host(start_hosts: Callable[..., Hosts]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "ranks, shape",
+    "ranks, shape, transport",
     [
-        (THREE, Shape((200, 0, 130), 256, 4, 10, torch.float32, "holes")),
-        (UNORDERED, Shape((64, 300), 384, 6, 40, torch.bfloat16, "zipf")),
-        ([[0], [1], [2]], Shape((150,), 512, 3, 9, torch.float32, "uniform")),
-        (TWO, Shape((512,), 128, 8, 64, torch.float16, "hot rank")),
-        ([[0, 1, 2], [3]], Shape((300, 10, 0, 77), 1000, 2, 5, torch.bfloat16, "hot")),
+        (THREE, Shape((200, 0, 130), 256, 4, 10, torch.float32, "holes"), None),
+        (UNORDERED, Shape((64, 300), 384, 6, 40, torch.bfloat16, "zipf"), "process_group"),
+        ([[0], [1], [2]], Shape((150,), 512, 3, 9, torch.float32, "uniform"), None),
+        (TWO, Shape((512,), 128, 8, 64, torch.float16, "hot rank"), "process_group"),
+        ([[0, 1, 2], [3]], Shape((300, 10, 0, 77), 1000, 2, 5, torch.bfloat16, "hot"), None),
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("transport", [None, "process_group"])
 def test_bytes_of_hosts_are_least(
     ranks: list[list[int]], shape: Shape, transport: str | None, start_hosts: Callable[..., Hosts]
 ) -> None:

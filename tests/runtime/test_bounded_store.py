@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -171,47 +168,3 @@ def test_closing_ends_an_operation_in_progress() -> None:
             assert store._thread is not None and not store._thread.is_alive()
             with pytest.raises(dist.DistStoreError, match="the process is ending"):
                 store.run(lambda store: None, 1.0)
-
-
-PROGRAM = """
-import sys, time
-import torch.distributed as dist
-from shardweave.runtime.bounded_store import BoundedStore
-
-bounded = BoundedStore(dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False))
-bounded.run(lambda store: store.set("key", "value"), 10.0)
-print("connected", flush=True)
-sys.stdin.readline()
-try:
-    bounded.run(lambda store: store.check(["key"]), 0.1)
-except dist.DistStoreError:
-    print("late", flush=True)
-
-
-class Last:
-    def __del__(self, sleep=time.sleep, write=sys.stdout.write, flush=sys.stdout.flush):
-        write("ending\\n")
-        flush()
-        sleep(1.0)  # the interpreter ends; other threads may come back
-
-
-sys.last = Last()
-"""
-
-
-@pytest.mark.long
-def test_process_ends_while_an_operation_is_late() -> None:
-    with far_store() as (port, connected):
-        program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port)]
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        with subprocess.Popen(program, text=True, **pipes) as process:
-            assert process.stdin and process.stdout and process.stderr
-            for line in process.stdout:
-                if line == "connected\n":
-                    connected.clear()
-                    process.stdin.write("\n")
-                    process.stdin.flush()
-                elif line == "ending\n":
-                    time.sleep(0.2)
-                    connected.set()
-            assert process.wait(60) == 0, process.stderr.read()

@@ -6,12 +6,9 @@ import gc
 import logging
 import os
 import pickle
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,15 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
-from shardweave.errors import ArgumentError, DisagreementError, MeetingTimeoutError, UnsupportedError
+from shardweave.errors import ArgumentError, MeetingTimeoutError, UnsupportedError
 from shardweave.runtime import flight_recorder
-from shardweave.runtime.bounded_store import BoundedStore
 from shardweave.runtime.dtensor.install import is_installed
 from shardweave.runtime.environment import flight_record_folder, requested_flight_records
-from shardweave.runtime.executor.run import ExclusiveCall
-from shardweave.runtime.flight_recorder import Details, FlightRecorder, dump_flight_records
-from shardweave.runtime.transports.call_lock import CallLock
-from shardweave.runtime.transports.rendezvous.calls import CallRecord
+from shardweave.runtime.flight_recorder import dump_flight_records
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport, why_unsupported
 
 shared_memory_only = pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
@@ -48,32 +41,6 @@ def analysed(folder: Path, *arguments: str, caplog: pytest.LogCaptureFixture) ->
         finally:
             gc.enable()  # which it switches off before torch 2.14
     return "\n".join(record.getMessage() for record in caplog.records)
-
-
-def call_of(number: int, text: str = "S0 → R") -> CallRecord:
-    return CallRecord((0, 1), number, 0, text)
-
-
-def refusal() -> DisagreementError:
-    """An error that all ranks raise alike, so that they need no files."""
-    error = DisagreementError("refused")
-    error.recoverable = True
-    return error
-
-
-@pytest.fixture
-def recorders() -> Iterator[Callable[..., FlightRecorder]]:
-    """Makes recorders, and closes them."""
-    made: list[FlightRecorder] = []
-
-    def make(rank: int = 0, size: int = 4, store: dist.Store | None = None) -> FlightRecorder:
-        made.append(FlightRecorder(rank, 2, BoundedStore(store or dist.HashStore()), size))
-        return made[-1]
-
-    yield make
-    for recorder in made:
-        recorder.close()
-        assert not recorder._thread.is_alive()
 
 
 @pytest.mark.plan
@@ -98,214 +65,6 @@ def test_folder_is_beside_the_files_of_torch(monkeypatch: pytest.MonkeyPatch, tm
     assert flight_record_folder() == Path("/nccl/shardweave")
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "records/rank_")
     assert flight_record_folder() == tmp_path / "records/shardweave"
-
-
-@pytest.mark.plan
-def test_only_the_last_calls_are_kept(recorders: Callable[..., FlightRecorder]) -> None:
-    recorder = recorders(size=3)
-    details = Details("shared_memory", torch.device("cpu"), lambda: (8, 24))
-    for number in range(1, 11):
-        call = call_of(number)
-        recorder.begin(call, details)
-        recorder.end(call, refusal() if number == 9 else None)
-    recorder.begin(call_of(11, "S0: R"), Details())
-    entries = recorder.as_dict()["entries"]
-    assert [entry["collective_seq_id"] for entry in entries] == [9, 10, 11]
-    assert [entry["record_id"] for entry in entries] == [8, 9, 10]
-    assert [entry["state"] for entry in entries] == ["started", "completed", "started"]
-    assert [entry["retired"] for entry in entries] == [True, True, False]
-    assert entries[1]["profiling_name"] == "nccl:all_to_all shared_memory S0 → R"
-    assert entries[2]["profiling_name"] == "nccl:all_to_all S0; R"
-    assert (entries[1]["input_sizes"], entries[1]["output_sizes"]) == ([[8]], [[24]])
-    assert entries[1]["time_created_ns"] <= entries[1]["time_discovered_completed_ns"] <= time.time_ns()
-    assert entries[0]["time_discovered_completed_ns"] is entries[2]["time_discovered_completed_ns"] is None
-    frame = entries[2]["frames"][0]
-    assert (frame["name"], frame["filename"]) == ("test_only_the_last_calls_are_kept", __file__) and frame["line"] > 0
-
-
-@pytest.mark.plan
-def test_attempts_are_recorded_only_if_they_fail(recorders: Callable[..., FlightRecorder]) -> None:
-    recorder = recorders()
-    with recorder.attempt(call_of(1, "binding")):
-        recorder.begin(call_of(1, "prepare"), Details())
-    for given in (UnsupportedError, ValueError):  # the first one leaves the call to torch
-        with pytest.raises(given), recorder.attempt(call_of(1, "binding")):
-            raise given
-    assert recorder.as_dict()["entries"] == []
-    call = call_of(1)
-    recorder.begin(call, Details())
-    recorder.end(call, None)
-    with pytest.raises(DisagreementError), recorder.attempt(call_of(2, "binding")):
-        raise refusal()
-    found = [(e["record_id"], e["profiling_name"].split()[-1], e["state"]) for e in recorder.as_dict()["entries"]]
-    assert found == [(0, "R", "completed"), (1, "binding", "started")]
-
-
-@pytest.mark.plan
-def test_work_on_a_gpu_is_scheduled_until_its_event_is_done(
-    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder, done, capturing = recorders(), [False], [False]  # type: FlightRecorder, list[bool | None], list[bool]
-
-    def query() -> bool:
-        if done[0] is None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return done[0]
-
-    stream: Any = SimpleNamespace(record_event=lambda: SimpleNamespace(query=query))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    for number, capturing[0] in ((1, False), (2, True)):
-        call = call_of(number)
-        recorder.begin(call, Details("symmetric_memory", torch.device("cuda:0")))
-        recorder.end(call, None)
-
-    def states() -> list[str]:
-        return [entry["state"] for entry in recorder.as_dict()["entries"]]
-
-    assert states() == ["scheduled"] * 2
-    done[0] = True
-    assert states() == ["completed", "scheduled"]
-    done[0] = None
-    assert states() == ["scheduled"] * 2
-
-
-@pytest.mark.plan
-def test_file_of_a_rank_whose_peer_has_failed(
-    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
-    store = dist.HashStore()
-    store.set("flight records requested", "1 by an earlier process group")
-    one, other = recorders(0, store=store), recorders(1, store=store)
-    call = call_of(1)
-    for recorder in (one, other):
-        recorder.begin(call, Details())
-    time.sleep(2.5 * flight_recorder._POLL)
-    assert not list(tmp_path.iterdir())  # the request of the earlier group is not theirs
-    one.end(call, MeetingTimeoutError())
-    assert sorted(path.name for path in (tmp_path / "shardweave").iterdir()) == ["shardweave_0", "shardweave_1"]
-    (entry,) = pickle.loads((tmp_path / "shardweave/shardweave_1").read_bytes())["entries"]
-    assert entry["state"] == "started"
-    for path in (tmp_path / "shardweave").iterdir():
-        path.unlink()
-    one.end(call, MeetingTimeoutError())  # once
-    other.end(call, MeetingTimeoutError())  # because of the first failure, which its file shows
-    assert not list((tmp_path / "shardweave").iterdir())
-
-
-@pytest.mark.plan
-def test_later_failure_is_written_by_all_ranks(
-    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
-    store = dist.HashStore()
-    one, other = recorders(0, store=store), recorders(1, store=store)
-    one.end(call_of(0), MeetingTimeoutError())
-    for number in (1, 2):
-        call = call_of(number)
-        for recorder in (one, other):
-            recorder.begin(call, Details())
-        one.end(call, None)
-        other.end(call, MeetingTimeoutError() if number == 2 else None)
-    for rank, states in enumerate((["completed", "completed"], ["completed", "started"])):
-        entries = pickle.loads((tmp_path / f"shardweave/shardweave_{rank}").read_bytes())["entries"]
-        assert [entry["state"] for entry in entries] == states
-
-
-class CutOff:
-    """A store whose host is cut off until `back` is set. It has no connections."""
-
-    def __init__(self) -> None:
-        self.back = threading.Event()
-
-    def clone(self) -> dist.Store:
-        raise RuntimeError("not implemented")  # as stores of torch without connections do
-
-    def check(self, keys: list[str]) -> bool:
-        assert self.back.wait(30)
-        return False
-
-    def compare_set(self, *_: str) -> bytes:
-        assert self.back.wait(30)
-        return b"0 now"
-
-    def set(self, key: str, value: str) -> None:
-        pass
-
-
-@pytest.mark.plan
-def test_failure_while_the_store_is_cut_off(
-    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
-    for name, seconds in {"_POLL": 0.05, "_PATIENCE": 0.2, "_LONGEST_ANSWER": 0.1}.items():
-        monkeypatch.setattr(flight_recorder, name, seconds)
-    store: Any = CutOff()
-    start = time.monotonic()
-    recorder = recorders(store=store)
-    time.sleep(0.2)  # its thread asks
-    recorder.end(call_of(1), MeetingTimeoutError())
-    assert [path.name for path in (tmp_path / "shardweave").iterdir()] == ["shardweave_0"]
-    assert recorder._thread.is_alive()  # the store may come back
-    recorder.close()
-    assert time.monotonic() - start < 15
-    store.back.set()
-
-
-@pytest.mark.plan
-def test_rank_that_ends_after_a_request_writes_its_file(
-    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
-    monkeypatch.setattr(flight_recorder, "_POLL", 60.0)
-    store = dist.HashStore()
-    recorder = recorders(1, store=store)
-    store.set("flight records requested", "0 now")
-    recorder.close()
-    assert [path.name for path in (tmp_path / "shardweave").iterdir()] == ["shardweave_1"]
-
-
-@pytest.mark.plan
-def test_peers_are_notified_before_flight_records_are_written() -> None:
-    events: list[str] = []
-    transport: Any = SimpleNamespace(
-        rank=0, busy=False, pending=None, error=None, fail=lambda error: events.append(f"notified: {error}"),
-        rendezvous=SimpleNamespace(lock=CallLock(0, 5.0, str), end=lambda error: events.append("written")),
-    )  # fmt: skip
-    statistics: Any = SimpleNamespace(milliseconds=0.0)
-    with pytest.raises(MeetingTimeoutError), ExclusiveCall(transport, statistics):
-        raise MeetingTimeoutError("late")
-    assert events == ["notified: late", "written"]
-
-
-@pytest.mark.plan
-def test_failures_to_write_are_logged_and_raised_on_request(
-    recorders: Callable[..., FlightRecorder],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    recorder = recorders()
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(flight_recorder, "current", recorder)
-    with pytest.raises(OSError):
-        dump_flight_records(tmp_path / "file")
-    path = dump_flight_records(str(tmp_path / "some" / "folder"))
-    assert path == tmp_path / "some/folder/shardweave_0" and pickle.loads(path.read_bytes())["entries"] == []
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "file" / "rank_"))
-    monkeypatch.setattr(flight_recorder, "_PATIENCE", 0.0)
-    recorder.end(call_of(1), MeetingTimeoutError())
-    assert "a call of rank 0 has failed: flight records cannot be written: NotADirectoryError" in caplog.text
-    recorder.begin(CallRecord((0, 1), 1, 0, lambda: 1 // 0), Details())  # type: ignore[arg-type,return-value]
-    with pytest.raises(ZeroDivisionError):
-        dump_flight_records(path.parent)
-    assert [each.name for each in path.parent.iterdir()] == ["shardweave_0"]  # as before, and complete
-    assert pickle.loads(path.read_bytes())["entries"] == []
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
-    recorder._write("1")
-    assert "a call of rank 1 has failed: flight records cannot be written: ZeroDivisionError" in caplog.text
 
 
 def in_a_fake_group(rank: int) -> tuple[list[str], list[str]]:
@@ -339,6 +98,33 @@ def test_dump_without_recorder_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_recorder, "current", None)
     with pytest.raises(UnsupportedError, match="nothing is recorded; allowed: with SHARDWEAVE_FR_BUFFER_SIZE set"):
         dump_flight_records()
+
+
+def last_calls(rank: int, folder: str) -> list[tuple[int, str]]:
+    """The numbers and states of recorded calls, of which the last one is refused by all ranks alike."""
+    line, path = init_device_mesh("cpu", (2,)), Path(folder, f"rank{rank}")
+    x = distribute_tensor(torch.randn(8, 6), line, [Shard(0)])
+    for _ in range(9):
+        shardweave.redistribute(x, [Replicate()])
+    with pytest.raises(ArgumentError):
+        shardweave.redistribute(x, [Shard(7)])
+    path.write_text("")
+    with pytest.raises(OSError):
+        dump_flight_records(path)
+    written = dump_flight_records(str(Path(folder, "some", "folder")))
+    assert written == Path(folder, f"some/folder/shardweave_{rank}")
+    entries = pickle.loads(written.read_bytes())["entries"]
+    for entry in entries:
+        frame = entry["frames"][0]
+        assert (frame["name"], frame["filename"]) == ("last_calls", __file__) and frame["line"] > 0
+        assert entry["time_created_ns"] <= entry["time_discovered_completed_ns"] <= time.time_ns()
+    return [(entry["collective_seq_id"], entry["state"]) for entry in entries]
+
+
+@pytest.mark.multi
+def test_only_the_last_calls_are_kept(tmp_path: Path) -> None:
+    for entries in run_ranks(last_calls, 2, str(tmp_path), environment={"SHARDWEAVE_FR_BUFFER_SIZE": "3"}):
+        assert entries == [(number, "completed") for number in (7, 8, 9)]
 
 
 def installed_with_a_wrong_variable(rank: int) -> bool:
@@ -514,35 +300,3 @@ def test_rank_without_file_is_named_by_a_partial_analysis(tmp_path: Path, caplog
         analysed(tmp_path / "shardweave", caplog=caplog)
     said = analysed(tmp_path / "shardweave", "--allow-incomplete-ranks", caplog=caplog)
     assert "we missed FR dumps from ranks ({2})" in said
-
-
-def cached_calls(rank: int) -> tuple[set[str], list[str]]:
-    """The files of the package whose functions run in a cached call, and the names of the process's threads."""
-    line = init_device_mesh("cpu", (2,))
-    x = distribute_tensor(torch.randn(8, 6), line, [Shard(0)])
-    experts = shardweave.TokenDispatcher(num_experts=4, top_k=2, hidden=8, max_tokens=6, dtype=torch.float32)
-    tokens, ids, weights = torch.randn(6, 8), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
-    files: set[str] = set()
-
-    def entered(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            files.add(frame.f_code.co_filename)
-
-    for profiler in (None, None, entered):
-        sys.setprofile(profiler)
-        shardweave.redistribute(x, [Replicate()])
-        routed = experts.dispatch(tokens, ids, weights)
-        experts.combine(routed.x, routed)
-    sys.setprofile(None)
-    return {os.path.basename(file) for file in files}, [thread.name for thread in threading.enumerate()]
-
-
-@pytest.mark.multi
-def test_nothing_runs_in_cached_calls_unless_asked_for() -> None:
-    ours = {"flight_recorder.py", "logs.py", "ranges.py", "environment.py"}
-    name = "shardweave-flight-recorder"
-    for files, threads in run_ranks(cached_calls, 2, environment={"SHARDWEAVE_FR_BUFFER_SIZE": ""}):
-        assert "call.py" in files and "dispatcher.py" in files
-        assert not files & ours and not any("logging" in file for file in files) and name not in threads
-    for files, threads in run_ranks(cached_calls, 2, environment={"SHARDWEAVE_FR_BUFFER_SIZE": "9"}):
-        assert files & ours == {"flight_recorder.py"} and name in threads

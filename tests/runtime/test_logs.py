@@ -17,7 +17,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardweave
 from shardweave.errors import ArgumentError
-from shardweave.runtime.environment import requested_logs
 from shardweave.runtime.logs import set_up_logs
 
 _NAMES = [
@@ -34,25 +33,6 @@ def loggers() -> Iterator[logging.Logger]:
     yield found[0]
     for each, (level, each.handlers[:], each.propagate) in zip(found, before, strict=True):
         each.setLevel(level)
-
-
-@pytest.mark.plan
-def test_levels_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = {
-        "": {},
-        " , ": {},
-        "dispatch": {"shardweave.runtime.moe": logging.INFO},
-        "+all, -dispatch": {"shardweave": logging.DEBUG, "shardweave.runtime.moe": logging.ERROR},
-        "+dtensor,dtensor,": dict.fromkeys(
-            ("shardweave.runtime.dtensor", "shardweave.runtime.statistics"), logging.INFO
-        ),
-        "executor,transports": dict.fromkeys(
-            ("shardweave.runtime.executor", "shardweave.runtime.transports"), logging.INFO
-        ),
-    }
-    for text, levels in cases.items():
-        monkeypatch.setenv("SHARDWEAVE_LOGS", text)
-        assert requested_logs() == levels, text
 
 
 @pytest.mark.plan

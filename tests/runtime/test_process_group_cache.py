@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shardweave.runtime import process_group_cache
-from shardweave.runtime.process_group_cache import ProcessGroupCache, clear_caches, forget_dead_groups
+from shardweave.runtime.process_group_cache import ProcessGroupCache, forget_dead_groups
 
 pytestmark = pytest.mark.plan
 
@@ -25,21 +25,6 @@ def test_full_cache_drops_the_oldest_entries(max_entries: int) -> None:
         assert len(cache) <= max_entries and cache.get(n) == -n
         assert sorted(cache) == list(range(n + 1 - len(cache), n + 1))
         assert len(cache) > min(n, max_entries - 1 - max_entries // 8)
-
-
-def test_overwriting_an_entry_drops_none() -> None:
-    cache: ProcessGroupCache[str, int] = ProcessGroupCache(2)
-    cache["a"], cache["b"] = 1, 2
-    cache["a"] = 3
-    assert cache == {"a": 3, "b": 2}
-
-
-def test_clear_caches() -> None:
-    caches: list[ProcessGroupCache[int, int]] = [ProcessGroupCache(4), ProcessGroupCache(4)]
-    for cache in caches:
-        cache[0] = 1
-    clear_caches()
-    assert caches == [{}, {}]
 
 
 def test_cache_is_emptied_with_the_process_group(tmp_path: object) -> None:

@@ -21,22 +21,6 @@ def summary_of(text: str, summaries_read: list[str]) -> Callable[[], Summary]:
     return summary
 
 
-def test_summary_is_made_once_when_read() -> None:
-    stats, summaries_read = Statistics(), list[str]()
-    called, idle = (stats.kind(n, "here", summary_of(f"request {n}", summaries_read)) for n in range(2))
-    assert stats.kind(0, "here", summary_of("another", summaries_read)) is called is not idle
-    called.calls += 1
-    assert summaries_read == []
-    for _ in range(2):
-        (((text, transport), kind),) = stats.redistributions.items()
-        assert (text, transport, kind.calls, kind.bytes_received) == ("request 0", "here", 1, 9) and kind is called
-    assert summaries_read == ["request 0"]
-    stats.reset()
-    assert not stats.redistributions
-    called.calls += 2
-    assert stats.redistributions == {("request 0", "here"): called} and summaries_read == ["request 0"]
-
-
 def test_requests_of_the_same_text_share_an_entry() -> None:
     stats, summaries_read = Statistics(), list[str]()
     kinds = [

@@ -99,14 +99,15 @@ def used_and_never_complete(rank: int, transport: str) -> list[str]:
     if rank == 1:
         return []
     y = begun(x)
-    return in_threads(*[partial(outcome, lambda: (y.to_local() + 0).equal(whole))] * 3)
+    use = partial(outcome, lambda: (y.to_local() + 0).equal(whole))
+    return [*in_threads(*[use] * 3), use()]
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_all_threads_get_the_error(transport: str) -> None:
     environment = {"SHARDWEAVE_TIMEOUT": "2", "SHARDWEAVE_TRANSPORT": transport}
     texts, _ = run_ranks(used_and_never_complete, 2, transport, environment=environment)
-    assert len(texts) == 3 and all(text.startswith(("MeetingTimeoutError: ", "PeerError: ")) for text in texts), texts
+    assert len(texts) == 4 and all(text.startswith(("MeetingTimeoutError: ", "PeerError: ")) for text in texts), texts
 
 
 def used_in_a_signal_handler(rank: int) -> list[str]:

@@ -14,8 +14,6 @@ from variants import crossed
 import shardweave
 from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from shardweave.planner import NVLINK_INFINIBAND, Batch, Mesh
-from shardweave.runtime.transports import in_process
-from shardweave.runtime.transports.comm_requests import Barrier, Transfer
 
 pytestmark = pytest.mark.plan
 
@@ -76,32 +74,6 @@ def test_batch_equals_single_redistributions(seed: int, topology: Any, one_sided
         assert alone.bytes_received == [batch.bytes_received[here]]
         assert alone.peak_bytes == [batch.peak_bytes[here]]
         assert alone.messages == [batch.messages[here]]
-
-
-@pytest.mark.parametrize(("one_sided", "node_size"), [(True, None), (False, None), (False, 2)])
-def test_batch_needs_exchanges_of_one_tensor(
-    one_sided: bool, node_size: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requested: list[Any] = []
-    post = in_process._post
-
-    def counted(rank: int, request: Any, posted: Any) -> None:
-        requested.append(request)
-        post(rank, request, posted)
-
-    monkeypatch.setattr(in_process, "_post", counted)
-    counts = []
-    for number in (1, 40):
-        batch = shardweave.plan_batch([((2, 2), (8, 4 + i), "bfloat16", "S0 S0", "S1 S1") for i in range(number)])
-        given = [[torch.ones(p.source_shape(r)).bfloat16() for r in range(4)] for p in batch.programs]
-        requested.clear()
-        shardweave.simulate(batch, given, one_sided=one_sided, node_size=node_size)
-        sends = sum(len(request.sends) for request in requested if isinstance(request, Transfer))
-        barriers = sum(len(request.peers) for request in requested if isinstance(request, Barrier))
-        counts.append((barriers, sends))
-        assert batch.messages == [3] * 4 and batch.messages_one_by_one == [3 * number] * 4
-    # Two barriers with each of 3 peers, or a message to each; or barriers inside the node and messages to the other.
-    assert counts == 2 * [(24, 0) if one_sided else (8, 8) if node_size else (0, 12)]
 
 
 def test_batch_explain() -> None:

@@ -16,7 +16,7 @@ from variants import crossed
 
 import shardweave
 from shardweave.errors import ArgumentError, UnsupportedError
-from shardweave.planner import NVLINK_INFINIBAND, Exchange, Layout, Mesh, Program, Topology
+from shardweave.planner import NVLINK_INFINIBAND, Layout, Mesh, Program, Topology
 from shardweave.planner.cost.byte_bound import bytes_bound
 
 pytestmark = pytest.mark.plan
@@ -100,15 +100,14 @@ def test_cross_mesh_without_partial_meets_bound(meshes: str, shape: tuple[int, .
             assert program.exchanges == (1 if any(least.values()) else 0), program.explain()
 
 
-WITH_PARTIAL: list[tuple[int, ...]] = [(7, 5), (16,), (), (12, 8)]
+WITH_PARTIAL: list[tuple[int, ...]] = [(7, 5), (16,), ()]
 
 
-# Every two of meshes, shape (the last for `make test-long`) and nodes with each other, if not all three.
+# Every two of meshes, shape and nodes with each other, if not all three.
 @crossed(
     "meshes, shape, nodes", list(MESHES), WITH_PARTIAL, list(NODES), ids=str,
     gate=lambda meshes, shape, nodes: (
-        shape != (12, 8)
-        and (list(MESHES).index(meshes) + WITH_PARTIAL.index(shape) + list(NODES).index(nodes)) % 3 == 0
+        (list(MESHES).index(meshes) + WITH_PARTIAL.index(shape) + list(NODES).index(nodes)) % 3 == 0
     ),
 )  # fmt: skip
 def test_cross_mesh_partial_and_nodes(meshes: str, shape: tuple[int, ...], nodes: str) -> None:
@@ -121,12 +120,11 @@ def test_cross_mesh_partial_and_nodes(meshes: str, shape: tuple[int, ...], nodes
             assert again.digest == program.digest
 
 
-@pytest.mark.parametrize("each", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("meshes", list(MESHES))
-def test_rank_program_is_part_of_whole_program(meshes: str, each: int) -> None:
+def test_rank_program_is_part_of_whole_program(meshes: str) -> None:
     a, b = MESHES[meshes]
-    for source in texts(a, (7, 5), True, meshes)[:each]:
-        for target in texts(b, (7, 5), True, meshes + "to")[:each]:
+    for source in texts(a, (7, 5), True, meshes)[:2]:
+        for target in texts(b, (7, 5), True, meshes + "to")[:2]:
             for topology in NODES.values():
                 request = {"target_mesh": b, "topology": topology}
                 whole = shardweave.plan(a, (7, 5), "float32", source, target, **request)
@@ -142,15 +140,6 @@ def test_rank_program_is_part_of_whole_program(meshes: str, each: int) -> None:
                         rows = (step.boxes.receiver == rank) | (step.boxes.sender == rank).any(axis=1)
                         assert (mine.boxes.sender == step.boxes.sender[rows]).all()
                         assert (mine.boxes.receiver == step.boxes.receiver[rows]).all()
-
-
-def test_participants_are_symmetric() -> None:
-    a, b = MESHES["some in common"]
-    program = shardweave.plan(a, (7, 5), "float32", "S0 S1", "S1 R", target_mesh=b)
-    (step,) = program.steps
-    assert isinstance(step, Exchange) and step.group is None
-    peers_of = [program.members(step, rank) for rank in program.ranks]
-    assert all(rank in peers_of[other] for rank in program.ranks for other in peers_of[rank])
 
 
 def test_cross_mesh_bytes_enter_node_once() -> None:

@@ -384,16 +384,14 @@ def test_random_redistributions_of_torch_dtensors(transport: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.multi
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize(("ranks", "transport"), [(4, "process_group"), (8, "shared_memory")])
 def test_random_redistributions_of_real_ranks_at_length(ranks: int, transport: str) -> None:
     assert run_ranks(many_on_ranks, ranks, ranks, transport, 1000, 150, timeout=500) == [150] * ranks
 
 
 @pytest.mark.long
 @pytest.mark.multi
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize(("ranks", "transport"), [(4, "process_group"), (8, "shared_memory")])
 def test_random_redistributions_of_torch_dtensors_at_length(ranks: int, transport: str) -> None:
     environment = {"SHARDWEAVE_TRANSPORT": transport}
     for count, left in run_ranks(

@@ -35,102 +35,33 @@ pytestmark = pytest.mark.plan
 
 LONG_PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "10"))
 SLOW = Link(1, 1, False, 1)
-NUMBERS: list[Any] = [0, 1, -1, 2, 3, 7, True, None, 1.5, math.nan, math.inf, 2**31, 2**58, 2**62, 2**63, 2**64, 10**40]
-NUMBERS += [
-    10**5000,
-    -(10**5000),
-    5e-324,
-    1e308,
-    "1",
-    "x",
-    np.int64(3),
-    np.float64(2),
-    torch.tensor(2),
-    [],
-    (),
-    {},
-    b"1",
-]
-MESHES: list[Any] = [(2, 2), (3,), 4, (1,), (2, 1, 2), Mesh((2, 2), ("a", "b"), (3, 1, 0, 2)), (), (0,), (-1,), "ab"]
-MESHES += [
-    None,
-    5.5,
-    [2, 2],
-    {2},
-    (1,) * 24,
-    (1,) * 30,
-    (True, 2),
-    (2.0,),
-    ((2,),),
-    np.array([2, 2]),
-    torch.tensor([2, 2]),
-]
-MESHES += [
-    10**5000,
-    (10**5000,),
-    Mesh((2,), ranks=(5, 2**20)),
-    Mesh((2, 2)).flatten((1, 0)),
-    math.nan,
-    b"ab",
-    torch.tensor(2),
-]
+NUMBERS: list[Any] = [
+    0, 1, -1, 2, 3, 7, True, None, 1.5, math.nan, math.inf, 2**31, 2**58, 2**62, 2**63, 2**64, 10**40, 10**5000,
+    -(10**5000), 5e-324, 1e308, "1", "x", np.int64(3), np.float64(2), torch.tensor(2), [], (), {}, b"1",
+]  # fmt: skip
+MESHES: list[Any] = [
+    (2, 2), (3,), 4, (1,), (2, 1, 2), Mesh((2, 2), ("a", "b"), (3, 1, 0, 2)), (), (0,), (-1,), "ab", None, 5.5, [2, 2],
+    {2}, (1,) * 24, (1,) * 30, (True, 2), (2.0,), ((2,),), np.array([2, 2]), torch.tensor([2, 2]), 10**5000,
+    (10**5000,), Mesh((2,), ranks=(5, 2**20)), Mesh((2, 2)).flatten((1, 0)), math.nan, b"ab", torch.tensor(2),
+]  # fmt: skip
 SHAPES: list[Any] = [
-    (8, 6),
-    (7, 5),
-    (0, 3),
-    (),
-    (5,),
-    8,
-    None,
-    "ab",
-    (2**58,),
-    (2**59,),
-    (2**63,),
-    (1,) * 32,
-    (1,) * 40,
-]
-SHAPES += [(3,) * 20, (-1,), (True,), (1.5,), [4, 4], np.array([4, 4]), torch.Size([4, 4]), {3, 4}, (10**5000,)]
-DTYPES: list[Any] = ["float32", "bfloat16", "int64", "bool", "uint16", "complex64", "float8_e8m0fnu", "float8_e4m3fn"]
-DTYPES += [torch.float32, torch.quint8, None, "x", "", 5, [], {}, "f" * 9999]
+    (8, 6), (7, 5), (0, 3), (), (5,), 8, None, "ab", (2**58,), (2**59,), (2**63,), (1,) * 32, (1,) * 40, (3,) * 20,
+    (-1,), (True,), (1.5,), [4, 4], np.array([4, 4]), torch.Size([4, 4]), {3, 4}, (10**5000,),
+]  # fmt: skip
+DTYPES: list[Any] = [
+    "float32", "bfloat16", "int64", "bool", "uint16", "complex64", "float8_e8m0fnu", "float8_e4m3fn", torch.float32,
+    torch.quint8, None, "x", "", 5, [], {}, "f" * 9999,
+]  # fmt: skip
 LAYOUTS: list[Any] = [
-    "S0 S1",
-    "R R",
-    "P S0",
-    "S0 S0 @ 0:1,0",
-    "P P",
-    "Pavg R",
-    "S0//3 R",
-    "S0/2 S0",
-    "R",
-    "S0",
-    "P",
-    "Pmax",
-]
-LAYOUTS += [
-    "Pprod",
-    "S0//5000000",
-    "S0//99999999999",
-    "S5",
-    "R R R",
-    "",
-    None,
-    5,
-    [],
-    "(",
-    "S0 " * 24,
-    "S" + "9" * 5000,
-]
-LAYOUTS += [
-    Layout((Shard(0), Replicate())),
-    Layout((Shard(2**58),)),
-    Layout(()),
-    [Shard(0), Replicate()],
-    b"R",
-    [None, None],
-]
-LAYOUTS += ["(Shard(dim=0), Replicate())", [torch_tensor.Shard(0)], (torch_tensor.Replicate(),) * 2, ["x"]]
-TOPOLOGIES: list[Any] = [None, NVLINK_NODE, NVLINK_INFINIBAND, replace(NVLINK_INFINIBAND, node_size=2), "x", 5, {}]
-TOPOLOGIES += [replace(NVLINK_INFINIBAND, node_size=1 << 62, network=SLOW)]
+    "S0 S1", "R R", "P S0", "S0 S0 @ 0:1,0", "P P", "Pavg R", "S0//3 R", "S0/2 S0", "R", "S0", "P", "Pmax", "Pprod",
+    "S0//5000000", "S0//99999999999", "S5", "R R R", "", None, 5, [], "(", "S0 " * 24, "S" + "9" * 5000,
+    Layout((Shard(0), Replicate())), Layout((Shard(2**58),)), Layout(()), [Shard(0), Replicate()], b"R", [None, None],
+    "(Shard(dim=0), Replicate())", [torch_tensor.Shard(0)], (torch_tensor.Replicate(),) * 2, ["x"],
+]  # fmt: skip
+TOPOLOGIES: list[Any] = [
+    None, NVLINK_NODE, NVLINK_INFINIBAND, replace(NVLINK_INFINIBAND, node_size=2), "x", 5, {},
+    replace(NVLINK_INFINIBAND, node_size=1 << 62, network=SLOW),
+]  # fmt: skip
 TEXTS: list[Any] = ["", None, 5, "{}", "[]", "1" * 5000, b"{}", b"\xff", "\ud800", "NaN", [], {}, {"mesh": 1}, {1: 2}]
 
 

@@ -22,9 +22,6 @@ from variants import crossed
 
 import shardweave
 from shardweave.planner import Mesh
-from shardweave.runtime.dtensor import drop_in
-from shardweave.runtime.executor import copies
-from shardweave.runtime.executor.call import Call
 
 signal = import_module("shardweave.kernels.signal")  # the package has the function by this name
 window_use = import_module("shardweave.kernels.window_use")
@@ -104,22 +101,6 @@ def test_guard_raises_again_after_caught_error() -> None:
             torch.ones(1).item()
         except Exception:
             pass
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize("one_sided", [True, False])
-@pytest.mark.parametrize("name", FORBIDDEN)
-def test_guard_sees_operations_of_program(name: str, one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = copies.Copies.__call__
-
-    def planted(self: copies.Copies, sources: Any, targets: Any, key: Any = None) -> None:
-        FORBIDDEN[name](torch.arange(6.0).view(2, 3))
-        call(self, sources, targets, key)
-
-    monkeypatch.setattr(copies.Copies, "__call__", planted)
-    program = shardweave.plan((2, 2), (4, 6), "float32", "S0 S1", "S1 S0")
-    with pytest.raises(SyncRefused), SyncGuard():
-        shardweave.simulate(program, [torch.zeros(2, 3)] * 4, one_sided=one_sided)
 
 
 # Simulated programs: each call binds again, so that planning, binding and running are all under the guard
@@ -334,72 +315,3 @@ def test_real_ranks_do_not_sync(transport: str, name: str, node_size: int) -> No
     for seen in run_ranks(under_the_guard, 4, transport, name, environment=environment):
         # Two shapes, three calls, and more than one copy per request.
         assert seen["copy_"] > 100 and seen["add"] > 10, seen
-
-
-def dropped_in_under_the_guard(rank: int) -> int:
-    """Puts the guard around the execution only, because calls under dispatch modes are left to torch."""
-    mesh, carried_out, seen = init_device_mesh("cpu", (2, 2)), drop_in.run_redistribution, []
-    call = Call.__call__
-
-    def guarded(*args: Any, **options: Any) -> torch.Tensor:
-        with SyncGuard() as guard:
-            results = carried_out(*args, **options)
-        seen.append(guard.seen["copy_"])
-        return results
-
-    def repeated(self: Call, *args: Any) -> torch.Tensor:
-        if torch._C._len_torch_dispatch_stack():
-            return call(self, *args)  # under the guard already
-        with SyncGuard() as guard:
-            results = call(self, *args)
-        seen.append(guard.seen["copy_"])
-        return results
-
-    shardweave.redistribute_cost(mesh, (), "float32", *[[Replicate()] * 2] * 2)
-    drop_in.run_redistribution = guarded
-    Call.__call__ = repeated  # type: ignore[method-assign]
-    with shardweave.installed():
-        x = dtensor(mesh, (7, 5), (Shard(0), Shard(1))).requires_grad_()
-        for _ in range(2):
-            x.redistribute(placements=[Shard(1), Shard(0)]).to_local().sum().backward()
-        x.redistribute(placements=[Replicate(), Shard(1)], async_op=True).to_local()
-        (x + x.redistribute(placements=[Shard(1), Shard(0)])).to_local()  # implicit
-    assert not shardweave.stats().delegations
-    return len([number for number in seen if number])
-
-
-@pytest.mark.multi
-def test_redistribute_local_tensor_does_not_sync() -> None:
-    assert min(run_ranks(dropped_in_under_the_guard, 4)) >= 6
-
-
-def caught(rank: int, transport: str) -> str:
-    """A program that reads a tensor value raises under the guard, on real ranks as well."""
-    mesh = init_device_mesh("cpu", (2,))
-    x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
-    shardweave.redistribute(x, [Shard(1)], transport=transport)
-
-    def planted(call: Callable[..., None]) -> Callable[..., None]:
-        def called(self: copies.Copies, sources: Any, *rest: Any, **named: Any) -> None:
-            if rank == 0:
-                sources[0].sum().item()
-            call(self, sources, *rest, **named)
-
-        return called
-
-    try:
-        with ExitStack() as patches:
-            for name in ("__call__", "in_window"):
-                patches.enter_context(patch.object(copies.Copies, name, planted(getattr(copies.Copies, name))))
-            guard = patches.enter_context(SyncGuard())
-            patches.enter_context(control_words_of(guard))
-            shardweave.redistribute(x, [Shard(1)], transport=transport)
-    except (SyncRefused, shardweave.TransportError) as error:
-        return type(error).__name__
-    return "passed"
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize("transport", ["shared_memory", "symmetric_memory"])
-def test_guard_sees_operations_of_real_ranks(transport: str) -> None:
-    assert run_ranks(caught, 2, transport) == ["SyncRefused", "PeerError"]

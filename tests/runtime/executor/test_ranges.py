@@ -14,8 +14,6 @@ from torch.profiler import profile
 
 import shardweave
 from shardweave.errors import ArgumentError, UnsupportedError
-from shardweave.runtime.executor import async_work, call, ranges, run
-from shardweave.runtime.moe import dispatcher as moe
 
 MODULE = "shardweave.runtime.executor.ranges"
 
@@ -48,30 +46,6 @@ def program() -> None:
     tokens, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2, requires_grad=True)
     routed = experts.dispatch(tokens, torch.randint(0, 4, (6, 2)), weights)
     experts.combine(2 * routed.x, routed).sum().backward()
-
-
-def ranges_of_a_program(rank: int) -> list[str]:
-    nvtx = torch.cuda.nvtx = Nvtx()
-    for module in (async_work, call, run, moe):
-        for name, value in (("wants_ranges", lambda: True), ("call_range", ranges._nvtx_range)):
-            if hasattr(module, name):
-                setattr(module, name, value)
-    program()
-    assert nvtx.depth == 0
-    return nvtx.names
-
-
-@pytest.mark.multi
-def test_nvtx_has_the_calls_and_their_phases_forward_and_backward() -> None:
-    for names in run_ranks(ranges_of_a_program, 2):
-        calls = [name for name in names if not name.startswith(" ")]
-        assert calls == [
-            "redistribute", "redistribute", "begin", "finish", "dispatch", "combine", "backward of combine",
-            "backward of dispatch",
-        ]  # fmt: skip
-        for name, following in zip(names, [*names[1:], ""], strict=True):
-            assert name in ("begin", "finish") or name.startswith(" ") or following == "  copy", names
-        assert {name for name in names if name.startswith(" ")} == {"  copy", "  exchange"}
 
 
 def profiled_program(rank: int) -> list[str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,13 +13,15 @@ import pytest
 import torch
 
 import shardweave
-from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh, Program, Topology
 
 pytestmark = pytest.mark.plan
 
 
 CASES = pytest.mark.parametrize("case", oracle.PARAMETERS)
+PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "10"))
+"""Of 100, the part of all pairs of layouts that the long tests have."""
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +92,9 @@ def prove(
 
 
 @CASES
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(1, 13))])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(1, 13)[: PARTS * 12 // 100])]
+)
 def test_simulate_equals_slicing_the_whole(case: oracle.Case, first: int) -> None:  # type: ignore[name-defined]
     for source, target in case.pairs()[first::13]:
         contributed = integers(oracle.contribution_shape(case.mesh_shape, case.shape, source), source + target)
@@ -104,7 +109,7 @@ def test_simulate_equals_slicing_the_whole(case: oracle.Case, first: int) -> Non
         ("gloo", "ordered", 37),
         ("nccl", "fast", 41),
         *(
-            pytest.param(backend, reduction, 7, marks=pytest.mark.long)
+            pytest.param(backend, reduction, max(7, 700 // PARTS), marks=pytest.mark.long)
             for backend, reduction in product((None, "gloo", "nccl"), ("ordered", "fast"))
             if backend or reduction == "ordered"
         ),
@@ -127,7 +132,8 @@ def test_simulate_two_sided_equals_slicing_the_whole(
 
 @CASES
 @pytest.mark.parametrize(
-    ("every", "node_size"), [(67, 2), (71, 4), *(pytest.param(11, size, marks=pytest.mark.long) for size in (2, 4))]
+    ("every", "node_size"),
+    [(67, 2), (71, 4), *(pytest.param(max(11, 1100 // PARTS), size, marks=pytest.mark.long) for size in (2, 4))],
 )
 def test_simulate_of_programs_over_nodes_equals_slicing_the_whole(
     case: oracle.Case,  # type: ignore[name-defined]
@@ -142,42 +148,6 @@ def test_simulate_of_programs_over_nodes_equals_slicing_the_whole(
 
 
 # Ops
-
-
-@pytest.mark.parametrize(
-    ("mesh", "shape", "one_sided", "every"),
-    [
-        *((*of, one_sided, 7) for of in (((2, 4), (7, 3)), ((3, 2), (5,))) for one_sided in (True, False)),
-        ((2, 2), (5, 6), False, 7),
-        ((2, 2), (5, 6), True, 5),
-        pytest.param((2, 2), (5, 6), True, 1, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("op", ["avg", "max", "min", "prod"])
-def test_simulate_reduces_by_every_op(
-    mesh: tuple[int, ...], shape: tuple[int, ...], op: str, one_sided: bool, every: int
-) -> None:
-    texts = list(oracle.layout_texts(2, ("R", f"P{op}", *(f"S{d}" for d in range(len(shape))))))
-    pairs = [(source, target) for source in texts for target in texts]
-    for source, target in pairs[::every]:
-        size = oracle.contribution_shape(mesh, shape, source)
-        seed = source + target + op
-        contributed = integers(size, seed, -2, 2, 1) if op == "prod" else integers(size, seed)
-        tokens = zip(oracle.read(source).tokens, oracle.read(target).tokens, strict=True)
-        if any(b == "Pprod" and a != b for a, b in tokens):
-            with pytest.raises(UnsupportedError, match="becomes a partial product"):
-                shardweave.plan(mesh, shape, torch.float32, source, target)
-        else:
-            prove(mesh, shape, torch.float32, source, target, contributed, one_sided)
-
-
-@pytest.mark.parametrize("mesh", [(2, 2), (3, 2)], ids=str)
-def test_simulate_mixed_sum_and_avg(mesh: tuple[int, ...]) -> None:
-    for source in oracle.layout_texts(2, ("R", "P", "Pavg", "S0")):
-        for target in oracle.layout_texts(2, ("R", "P", "Pavg", "S0")):
-            contributed = integers(oracle.contribution_shape(mesh, (7, 2), source), source + target)
-            prove(mesh, (7, 2), torch.float32, source, target, contributed)
 
 
 @pytest.mark.parametrize("target_op", ["", "avg", "max", "min"])
@@ -240,22 +210,6 @@ def test_simulate_fills_other_ranks_with_identity(dtype: torch.dtype, op: str, o
     assert outs[0].equal(torch.cat([first, rest[0]])) and outs[1].equal(torch.cat([rest[1], second]))
 
 
-@pytest.mark.parametrize("op", ["", "avg", "max", "min", "prod"])
-@pytest.mark.parametrize("target", ["R R", "S0 S1", "R S0"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_simulate_propagates_nan(op: str, target: str, dtype: torch.dtype) -> None:
-    mesh, shape, source = (2, 4), (6, 8), f"S0 P{op}"
-    contributed = integers(oracle.contribution_shape(mesh, shape, source), source + target, -1, 1, 1)
-    lost = torch.zeros(shape, dtype=torch.bool)
-    for contributor in range(4):
-        contributed[0, contributor, contributor + 1, 2 * contributor] = math.nan
-        lost[contributor + 1, 2 * contributor] = True
-    program = shardweave.plan(mesh, shape, dtype, source, target)
-    outs = shardweave.simulate(program, [x.to(dtype) for x in oracle.local_shards(mesh, shape, source, contributed)])
-    expected = oracle.local_shards(mesh, shape, target, lost.view(1, 1, *shape))
-    assert all(out.float().isnan().equal(want) for out, want in zip(outs, expected, strict=True))
-
-
 def test_simulate_keeps_infinities_under_max_and_min() -> None:
     x = torch.tensor([math.inf, -math.inf, 0.0, -0.0])
     for op, source in (("max", "S0"), ("min", "S0"), ("max", "R"), ("min", "R")):
@@ -302,43 +256,6 @@ def test_simulate_sums_floats_in_one_order_on_every_rank(dtype: torch.dtype, one
         expected = oracle.local_shards(mesh, shape, target, total.to(dtype).view(*(1 for _ in mesh), *shape))
         for out, want in zip(outs, expected, strict=True):
             assert out.view(torch.uint8).equal(want.view(torch.uint8)), program.explain()
-
-
-@pytest.mark.parametrize("op", ["", "avg"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_simulate_accuracy_against_float64(dtype: torch.dtype, op: str) -> None:
-    generator = torch.Generator().manual_seed(11)
-    single = torch.finfo(torch.float32).eps
-    for mesh, shape, source, target in random_pairs()[::7]:
-        source = " ".join(f"P{op}" if fingerprint == "P" else fingerprint for fingerprint in source.split(" "))
-        contributed = (
-            torch.randn(oracle.contribution_shape(mesh, shape, source), generator=generator).to(dtype).double()
-        )
-        program = shardweave.plan(mesh, shape, dtype, source, target)
-        outs = shardweave.simulate(
-            program, [x.to(dtype) for x in oracle.local_shards(mesh, shape, source, contributed)]
-        )
-        lead = tuple(1 for _ in mesh)
-        whole = oracle.whole_of(mesh, source, contributed).view(*lead, *shape)
-        sizes = oracle.whole_of(mesh, source, contributed.abs()).view(*lead, *shape)
-        terms = len(contributors_of(mesh, source, contributed))
-        for out, want, size in zip(
-            outs,
-            oracle.local_shards(mesh, shape, target, whole),
-            oracle.local_shards(mesh, shape, target, sizes),
-            strict=True,
-        ):
-            allowed = terms * single * size + torch.finfo(dtype).eps / 2 * (want.abs() + terms * single * size)
-            assert ((out.double() - want).abs() <= allowed).all(), program.explain()
-
-
-@pytest.mark.parametrize("op", ["", "avg"])
-def test_simulate_sums_small_floats_in_float32(op: str) -> None:
-    # 1 + 2^-9 four times over: bfloat16 sums lose every small part, float32 sums keep them.
-    locals_ = [torch.full((4,), v, dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0, 2.0)]
-    outs = shardweave.simulate(shardweave.plan((4,), (4,), torch.bfloat16, f"P{op}", "R"), locals_)
-    expected = torch.full((4,), 260.0 / (4 if op else 1), dtype=torch.bfloat16)
-    assert all(out.equal(expected) for out in outs)
 
 
 # Dtypes
@@ -405,40 +322,6 @@ def test_simulate_moves_unsigned_integers(dtype: torch.dtype) -> None:
 # Memory
 
 
-def rearranged(x: torch.Tensor, algorithm: str) -> torch.Tensor:
-    """The same values with other strides."""
-    if algorithm == "transposed":
-        return x.mT.contiguous().mT
-    if algorithm == "spread":
-        wide = torch.full((2 * x.shape[0] + 1, 3 * x.shape[1] + 2), 99, dtype=x.dtype)
-        view = wide[1::2, 2::3]
-        return view.copy_(x)
-    if algorithm == "offset":
-        return torch.cat([torch.full((3,), 99, dtype=x.dtype), x.reshape(-1)])[3:].view(x.shape)
-    raise AssertionError(algorithm)
-
-
-@pytest.mark.parametrize("one_sided", [True, False])
-@pytest.mark.parametrize("algorithm", ["transposed", "spread", "offset"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
-def test_simulate_strided_inputs(dtype: torch.dtype, algorithm: str, one_sided: bool) -> None:
-    mesh, shape = (2, 2), (7, 6)
-    texts = list(oracle.layout_texts(2, ("R", "P", "S0", "S1")))
-    for source, target in [(a, b) for a in texts for b in texts][::7]:
-        contributed = integers(oracle.contribution_shape(mesh, shape, source), source + target, -4, 4, 4)
-        program = shardweave.plan(mesh, shape, dtype, source, target)
-        locals_ = [rearranged(x.to(dtype), algorithm) for x in oracle.local_shards(mesh, shape, source, contributed)]
-        # Ranks need not agree on strides.
-        locals_[0] = locals_[0].contiguous()
-        outs = shardweave.simulate(program, locals_, one_sided=one_sided)
-        whole = oracle.whole_of(mesh, source, contributed)
-        got = oracle.assembled(mesh, target, [out.double() for out in outs])
-        want = oracle.local_shards(mesh, shape, target, whole.view(1, 1, *shape))
-        assert all(a.equal(b) for a, b in zip(got, want, strict=True)), program.explain()
-        if not program.is_identity:
-            assert not any(shares_memory(out, x) for out in outs for x in locals_)
-
-
 def test_simulate_expanded_inputs() -> None:
     program = shardweave.plan((2, 2), (6, 4), torch.float32, "P S0", "S0 S1")
     outs = shardweave.simulate(program, [torch.tensor(float(r)).expand(3, 4) for r in range(4)])
@@ -482,15 +365,6 @@ def test_simulate_orders_outputs_by_mesh() -> None:
             out.equal(x[2 * j : 2 * j + 2, 3 * i : 3 * i + 3])
             for (i, j), out in zip(oracle.coordinates((2, 2)), outs, strict=True)
         )
-
-
-def test_simulate_repeated_calls() -> None:
-    program = shardweave.plan((2, 2), (5, 6), torch.float32, "P S0", "S0 S1")
-    for seed in ("one", "two"):
-        contributed = integers((2, 1, 5, 6), seed).float()
-        outs = shardweave.simulate(program, oracle.local_shards((2, 2), (5, 6), "P S0", contributed))
-        want = oracle.local_shards((2, 2), (5, 6), "S0 S1", contributed.sum(0, keepdim=True))
-        assert all(a.equal(b) for a, b in zip(outs, want, strict=True))
 
 
 @pytest.mark.parametrize(

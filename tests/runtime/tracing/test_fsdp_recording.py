@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardweave
 from shardweave.runtime.tracing.merge import merge_traces
-from shardweave.runtime.tracing.trace_file import FSDP_COLLECTIVES, Cost, Entry, Trace
+from shardweave.runtime.tracing.trace_file import FSDP_COLLECTIVES, Cost, Trace
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -126,14 +126,3 @@ def test_recording_in_a_fake_process_group(tmp_path: Path) -> None:
     assert calls(trace) == averaged
     ((_, cost),) = ((e, c) for e, c in trace.redistributions.items() if e.where.startswith("FSDP reduces last"))
     assert cost.bytes_received == 511 * padded(512, *LAST) // 512 * 4
-
-
-@pytest.mark.plan
-def test_recorded_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardweave.runtime.tracing.recording.MOST_ENTRIES", 2)
-    recording = shardweave.runtime.tracing.recording.Recording()
-    for n in (4, 8, 4, 12):
-        recording.note_entry(Entry(shardweave.Mesh(4), None, (n,), "float32", "S0", "R", "FSDP gathers x"))
-    trace = recording.trace()
-    assert {e.shape: c for e, c in trace.redistributions.items()} == {(4,): Cost(2, 12), (8,): Cost(1, 24)}
-    assert trace.left_out == {"beyond the first 2 distinct ones": 1}

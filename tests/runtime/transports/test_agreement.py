@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -283,43 +283,6 @@ def test_refusal_before_planning_by_all_ranks(transport: str) -> None:
             assert [text[:13] for text in outcomes if text != "right"] == ["ArgumentError"], by_rank
 
 
-def batch_on_two_devices(rank: int, transport: str) -> list[str]:
-    """Rank 0 passes tensors on two devices, catches the error, and continues."""
-    mesh, result = DeviceMesh("cpu", list(range(dist.get_world_size()))), []
-    for step in range(3):
-        x, whole = sharded(mesh, 7, 2, torch.float32, add=step)
-        y, _ = sharded(mesh, 5, 3, torch.int32, add=step)
-        if rank == 0 and step == 1:
-            shape, stride = y.shape, y.stride()
-            local = y._local_tensor.to("meta")
-            y = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-        def call(x: DTensor = x, y: DTensor = y, whole: torch.Tensor = whole) -> bool:
-            result, _ = shardweave.redistribute_batch([x, y], [[Replicate()]] * 2, transport=transport)
-            return result.to_local().equal(whole)
-
-        result.append(outcome(call))
-    return result
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_batch_on_two_devices_raises_on_all_ranks(transport: str) -> None:
-    first, *others = run_ranks(batch_on_two_devices, 3, transport, environment=environment_of(transport))
-    assert first[:2] == ["right", "ArgumentError: dtensors[1]: device meta; allowed: that of the others, cpu"]
-    if transport == "shared_memory":  # all ranks have learned of it in that call
-        assert all(outcomes[0] == outcomes[2] == "right" for outcomes in (first, *others)), (first, others)
-        assert all("rank 0 refused its arguments in call 2" in outcomes[1] for outcomes in others), others
-        return
-    assert "right" not in first[2:] and "wrong" not in first, first
-    for outcomes in others:
-        # On symmetric memory ranks may be one call apart: a peer that fails in its next call ends this one too.
-        ends = ("right", "PeerError: ") if transport == "symmetric_memory" else "right"
-        assert outcomes[0].startswith(ends), outcomes
-        assert outcomes[1].startswith(("DisagreementError", "PeerError")), outcomes  # of one that failed
-        assert "right" not in outcomes[2:], outcomes
-    assert any("refused its arguments" in outcomes[1] for outcomes in others), others
-
-
 def skewed(rank: int, transport: str) -> bool:
     """Rank 0 waits for rank 2, which is late, while rank 1 has finished this call and waits in the next one."""
     pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 2])]
@@ -360,64 +323,6 @@ def test_dispatcher_refusal_with_pending_async_redistribution(transport: str) ->
     assert all(run_ranks(dispatcher_refuses_while_pending, 3, transport, environment=environment_of(transport)))
 
 
-def used_twice(rank: int, transport: str) -> list[str]:
-    mesh = DeviceMesh("cpu", [0, 1])
-    x, whole = sharded(mesh, 8, 6, torch.float32)
-    assert _gathered(x, transport).equal(whole)
-    if rank == 1:
-        # A different request: the exchange that rank 0 has started fails.
-        other, _ = sharded(mesh, 10, 6, torch.float32)
-        return [outcome(lambda: _gathered(other, transport) is None)]
-    result = []
-    try:
-        later = shardweave.redistribute(x, [Replicate()], async_op=True, transport=transport)
-    except TransportError as error:
-        return [f"{type(error).__name__}"] * 3
-    for _ in range(3):
-        result.append(outcome(lambda: (later.to_local() + 0).equal(whole)))
-    return result
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hierarchical"])
-def test_async_result_raises_again_after_failed_first_use(transport: str) -> None:
-    more = {"SHARDWEAVE_NODE_SIZE": "1"} if transport == "hierarchical" else {}
-    outcomes = run_ranks(used_twice, 2, transport, environment={**environment_of(transport), **more})
-    assert all("Error" in text for text in outcomes[0]) and len(outcomes[0]) == 3, outcomes
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def drop_async(rank: int, transport: str) -> int:
-    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    for step in range(3):
-        x, _ = sharded(mesh, 200, 300, torch.float32, add=step)
-        shardweave.redistribute(x, [Replicate()], async_op=True, transport=transport)
-    return 0
-
-
-def drop_in_each_life(rank: int, transport: str) -> list[int]:
-    store, counts = dist.distributed_c10d._get_default_store(), []
-    size = dist.get_world_size()
-    for i in range(6):
-        dist.destroy_process_group()
-        prefixed = dist.PrefixStore(f"life/{i}", store)
-        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        drop_async(rank, transport)
-        store.set(f"ended/{i}/{rank}", "")
-        store.wait([f"ended/{i}/{other}" for other in range(size)])
-        gc.collect()
-        counts.append(descriptors())
-    return counts
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_dropped_async_results_release_process_group(transport: str) -> None:
-    for counts in run_ranks(drop_in_each_life, 2, transport, environment=environment_of(transport)):
-        assert max(counts[3:]) <= counts[2] + 2, counts  # a life that leaked would leave 4 at least
-
-
 def set_up(rank: int, what: str) -> str:
     mesh = DeviceMesh("cpu", [0, 1])
     x, whole = sharded(mesh, 8, 6, torch.float32)
@@ -456,8 +361,8 @@ def test_different_settings_raise_at_first_rendezvous(what: str, named: str, val
         assert all(value in text.lower() for value in values), text
 
 
-def not_installed(rank: int) -> list[str]:
-    """Rank 1 has not called install(): torch executes its redistribution, and rank 0 waits."""
+def not_installed(rank: int, met: bool) -> list[str]:
+    """Rank 1 has not called install(): torch executes its redistribution, and rank 0 waits. `met`: after a call."""
     from shardweave.runtime.transports.rendezvous import long_wait
 
     long_wait.WARN_AFTER = 1.0
@@ -470,19 +375,24 @@ def not_installed(rank: int) -> list[str]:
     logging.getLogger("shardweave").addHandler(Kept())
     mesh = DeviceMesh("cpu", [0, 1])
     x, _ = sharded(mesh, 8, 6, torch.float32)
-    with shardweave.installed() if rank == 0 else contextlib.nullcontext():
-        result = outcome(lambda: x.redistribute(placements=[Replicate()]) is None) if rank == 0 else "stock"
+    if met:
+        shardweave.redistribute(x, [Shard(1)])
+    with shardweave.installed() if rank == 0 and not met else contextlib.nullcontext():
+        call = partial(shardweave.redistribute, x) if met else x.redistribute
+        result = outcome(lambda: call(placements=[Replicate()]) is None) if rank == 0 else "stock"
         if rank == 1:
             time.sleep(5)
     return [result, *outcomes]
 
 
-def test_long_wait_warns_about_missing_install() -> None:
-    waiting, other = run_ranks(not_installed, 2, environment={"SHARDWEAVE_TIMEOUT": "4"})
+@pytest.mark.parametrize("met", [False, True])
+def test_long_wait_warns_about_missing_install(met: bool) -> None:
+    waiting, other = run_ranks(not_installed, 2, met, environment={"SHARDWEAVE_TIMEOUT": "4"})
     assert waiting[0].startswith("MeetingTimeoutError: rank 1 did not arrive within 4 s") and other == ["stock"]
     (outcomes,) = waiting[1:]
     assert "rank 0 has waited" in outcomes and "for ranks [1]" in outcomes and "shardweave.install()" in outcomes
-    assert "rank 1 has not used shardweave in this process group" in outcomes
+    status = "has the same settings and waits nowhere" if met else "has not used shardweave in this process group"
+    assert f"rank 1 {status}" in outcomes, outcomes
 
 
 def die_first(rank: int, transport: str | None) -> None:

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Replicate
 
 import shardweave
 from shardweave.runtime.transports import select
-from shardweave.runtime.transports.device_fingerprints import _merged
 from shardweave.runtime.transports.process_group import ProcessGroupTransport
 
 pytestmark = pytest.mark.multi
@@ -148,9 +147,3 @@ def dispatched_in_a_group(rank: int) -> bool:
 
 def test_token_dispatch_uses_its_own_group() -> None:
     assert all(run_ranks(dispatched_in_a_group, 4))
-
-
-def test_adjacent_receive_buffers_are_merged() -> None:
-    room, other = torch.zeros(30, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-    results = _merged([room[10:20], other, room[0:0], room[4:10], room[25:30]])
-    assert sorted(x.numel() for x in results) == [4, 5, 16] and dist.is_available()

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
 from shardweave.errors import TransportError
-from shardweave.runtime.transports import select
 from shardweave.runtime.transports.calibration_cache import keep_calibration, machine_kind
 
 pytestmark = pytest.mark.multi
@@ -55,11 +54,6 @@ def seen(mesh: DeviceMesh) -> Seen:
     return Seen(planned.digest, nodes, call_us, planned.explain())
 
 
-def found_topologies() -> dict[Any, Any]:
-    """The topologies that this rank has found, by ranks."""
-    return {ranks: topology for (ranks, _), topology in select.current_transports().machines._topologies.items()}
-
-
 def calibrated(rank: int, folder: str, call_us: float) -> None:
     """Let this rank's machine have a figure of its own from now on."""
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
@@ -76,16 +70,12 @@ def joins_late(rank: int, late: int | None, folder: str) -> list[Seen]:
     if rank in FOUR:
         redistributed(four)
         collected.append(seen(four))
-        before = found_topologies()
-        assert list(before) == [FOUR]
         calibrated(rank, folder, 55.0)
     redistributed(everyone)
     if rank in FOUR:
         redistributed(four)
         collected.append(seen(four))
-        assert found_topologies()[FOUR] is before[FOUR]
     collected.append(seen(everyone))
-    assert set(found_topologies()) == ({FOUR, ALL} if rank in FOUR else {ALL})
     return collected
 
 
@@ -131,8 +121,7 @@ def dies(rank: int, gone: int, first_calls: int) -> tuple[Seen, Seen, list[str]]
     if rank == gone:
         store.wait([f"ready/{other}" for other in ALL])
         os.kill(os.getpid(), signal.SIGKILL)
-    before, topologies = seen(everyone), found_topologies()
-    assert list(topologies) == [ALL] * bool(first_calls)
+    before = seen(everyone)
     errors = [failed_call(everyone)]
     after = seen(everyone)
     errors.append(failed_call(everyone))
@@ -141,8 +130,6 @@ def dies(rank: int, gone: int, first_calls: int) -> tuple[Seen, Seen, list[str]]
     else:
         redistributed(rest)
         assert seen(rest).nodes == tuple(NODES[ALL][r] for r in left)
-    remaining = found_topologies()
-    assert remaining.get(ALL) is topologies.get(ALL)
     assert seen(everyone) == before
     return before, after, errors
 
@@ -160,7 +147,7 @@ def check_died(ends: list[Any], gone: int, first_calls: int) -> None:
 
 @pytest.mark.parametrize(
     "gone, first_calls",
-    [(4, 1), (2, 0), *(pytest.param(*x, marks=pytest.mark.long) for x in ((0, 1), (3, 1), (4, 0), (0, 0)))],
+    [(4, 1), (2, 0), pytest.param(0, 1, marks=pytest.mark.long)],
 )
 def test_dead_rank_is_named_and_no_topology_found_without_it(gone: int, first_calls: int) -> None:
     ends = end_ranks(dies, 5, gone, first_calls, environment={**PRETENDED, "SHARDWEAVE_TIMEOUT": "6"})

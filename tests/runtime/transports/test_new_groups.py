@@ -248,24 +248,6 @@ def test_destroyed_groups_keep_no_descriptors_or_threads(transport: str, main: C
     run_ranks(main, 4, environment=environment_of(transport))
 
 
-def destroy_on_some_ranks(rank: int) -> None:
-    """Rank 0 has no group left that was made after the failure; rank 1 has one with others."""
-    disagree(init_device_mesh("cpu", (4,)))
-    pair, rest = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
-    for _ in range(3):
-        if rank < 2:
-            check(DeviceMesh.from_group(pair, "cpu"))
-            dist.destroy_process_group(pair)
-        if rank > 0:
-            check(DeviceMesh.from_group(rest, "cpu"))
-        pair = dist.new_group([0, 1])
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_destroy_different_groups(transport: str) -> None:
-    run_ranks(destroy_on_some_ranks, 4, environment=environment_of(transport))
-
-
 def destroy_with_a_pending_call(_: int) -> None:
     world = init_device_mesh("cpu", (4,))
     for failed in (False, True):

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
 from shardweave.errors import TransportError
-from shardweave.runtime.transports.shared_memory.segments import Segment, is_running, open_segment
 
 MIB = 1 << 20
 
@@ -107,16 +106,3 @@ def test_peers_learn_of_a_failure_before_a_call() -> None:
     of_peer, own = run_ranks(limited_between_calls, 2, environment={"SHARDWEAVE_TIMEOUT": "40"})
     assert own.startswith("TransportError: ") and "ulimit -f" in own, own
     assert of_peer.startswith("PeerError: ") and "rank 1 failed: " in of_peer and "ulimit -f" in of_peer, of_peer
-
-
-@pytest.mark.plan
-def test_living_process_is_not_taken_for_dead() -> None:
-    segment = Segment("test", 4096, named=False)
-    with limited(resource.RLIMIT_NOFILE, 0):
-        assert is_running(os.getppid()) and not is_running(1 << 22)
-        with pytest.raises(TransportError, match=r"memory of rank 0: .*; this process may have 0 open desc.*ulimit -n"):
-            open_segment(segment.key, "rank 0")
-        for named in (False, True):
-            with pytest.raises(TransportError, match="0 open descriptors"):
-                Segment("test", 4096, named)
-    assert open_segment(segment.key, "rank 0").size() == 4096

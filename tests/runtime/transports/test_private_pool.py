@@ -25,21 +25,6 @@ def new_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pool_controls._limit = None
 
 
-def test_memory_is_used_again() -> None:
-    x = pooled((LEAST,), torch.uint8).fill_(1)
-    address = x.data_ptr()
-    y = pooled((LEAST // 2,), torch.bfloat16)
-    assert y.data_ptr() != address and y.dtype is torch.bfloat16 and (x == 1).all()
-    del x
-    assert pooled((LEAST // 4,), torch.float32).data_ptr() == address
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (LEAST - 1,)])
-def test_small_tensors_are_those_of_torch(shape: tuple[int, ...]) -> None:
-    x = pooled(shape, torch.uint8)
-    assert x.shape == shape and not private_pool._pools
-
-
 def test_pages_return_to_the_system() -> None:
     shardweave.set_pool_limit(0)
     before = shardweave.pool_memory()

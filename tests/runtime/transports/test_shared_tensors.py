@@ -19,7 +19,7 @@ import shardweave
 from shardweave.errors import ArgumentError, TransportError
 from shardweave.runtime.transports.shared_memory import allocator as allocators
 from shardweave.runtime.transports.shared_memory import memory_pressure, pool_controls
-from shardweave.runtime.transports.shared_memory.allocator import DEFAULT_LIMIT, Gaps, block_size
+from shardweave.runtime.transports.shared_memory.allocator import DEFAULT_LIMIT, block_size
 from shardweave.runtime.transports.shared_memory.tensors import SharedPool
 
 pytestmark = pytest.mark.plan
@@ -92,95 +92,6 @@ def test_random_sizes_do_not_overlap_and_stay_within_limit(limit: int | None, na
     live.clear()
     pool.allocator.trim(0)
     assert pages(pool) == 0 == pool.allocator.allocated == pool.allocator.free
-    # All memory is one free piece again.
-    assert len(pool.allocator._gaps) == len(pool.segments)
-
-
-def test_gaps_against_model() -> None:
-    generator, gaps, model, out = random.Random(3), Gaps(), set(range(1000)), {}
-    gaps.add(0, 1000)
-    for _ in range(3000):
-        if out and generator.random() < 0.5:
-            start = generator.choice(list(out))
-            nbytes = out.pop(start)
-            gaps.add(start, nbytes)
-            model |= set(range(start, start + nbytes))
-        else:
-            nbytes = generator.randrange(1, 90)
-            runs = "".join("x" if i in model else " " for i in range(1000)).split()
-            start = gaps.take(nbytes)
-            fitting = [len(run) for run in runs if len(run) >= nbytes]
-            assert (start is None) == (not fitting)
-            if start is not None:
-                assert set(range(start, start + nbytes)) <= model
-                model -= set(range(start, start + nbytes))
-                out[start] = nbytes
-    for start, nbytes in out.items():
-        gaps.add(start, nbytes)
-    assert len(gaps) == 1 and gaps.has(0, 1000) and not gaps.has(0, 999)
-
-
-def test_growing_sizes_use_few_segments() -> None:
-    pool = made(0)
-    for size in range(60 * MIB, 400 * MIB, MIB):
-        tensor = pool.empty((size,), torch.uint8)
-        tensor[0] = 1
-        del tensor
-    assert len(pool.segments) <= 5 and mapped(pool) <= 4 * 512 * MIB and pages(pool) == 0
-
-
-def test_repeated_sizes_within_limit_keep_pages() -> None:
-    pool = made(8 * MIB)
-    first = pool.empty((4 * MIB,), torch.uint8).fill_(1)
-    where = first.data_ptr()
-    del first
-    for _ in range(20):
-        again = pool.empty((MIB,), torch.float32)
-        assert again.data_ptr() == where
-        assert bool((again.view(torch.uint8) == 1).all()), "the pages went and came back"
-        del again
-    assert pages(pool) == 4 * MIB
-
-
-def test_default_limit_keeps_as_much_as_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocators, "DEFAULT_LIMIT", 96 * MIB)
-    pool = made()
-    a, b, c = (pool.empty((100 * MIB,), torch.uint8) for _ in range(3))
-    for tensor in (a, b, c):
-        tensor[::PAGE].fill_(1)
-    del tensor
-    size = pages(pool) // 3
-    del a
-    assert pages(pool) == 3 * size and shardweave.pool_memory().free >= size
-    del b  # 200 MiB are free, 100 in use
-    assert pages(pool) == 2 * size
-    del c  # one alone is more than the limit
-    assert pages(pool) == 0
-
-
-def test_free_block_is_cut_for_smaller_size() -> None:
-    pool = made(8 * MIB)
-    large = pool.empty((4 * MIB,), torch.uint8).fill_(7)
-    where = large.data_ptr()
-    del large
-    smaller = pool.empty((3 * MIB,), torch.uint8)
-    assert smaller.data_ptr() == where and bool((smaller == 7).all())
-    assert pages(pool) == 3 * MIB, "what is cut off goes back"
-    tiny = pool.empty((10,), torch.uint8).fill_(1)
-    assert not where <= tiny.data_ptr() < where + 3 * MIB and pages(pool) == 3 * MIB + PAGE
-
-
-def test_small_blocks_count_towards_limit() -> None:
-    pool = made(64 * 1024)
-    live = [pool.empty((64,), torch.uint8).fill_(i % 250) for i in range(20_000)]
-    most = pages(pool)
-    assert most == 20_000 * 64 // PAGE * PAGE + PAGE
-    kept = live[::640]  # on pages of their own
-    del live
-    assert pages(pool) <= len(kept) * PAGE + 64 * 1024
-    assert all(bool((t == i * 640 % 250).all()) for i, t in enumerate(kept))
-    del kept
-    assert pages(pool) <= 64 * 1024
 
 
 def test_set_pool_limit_applies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,31 +160,6 @@ def test_blocks_freed_by_other_threads_and_gc() -> None:
     gc.collect()
     assert not errors
     assert pool.allocator.allocated == 0 and not pool.allocator.returned and pages(pool) <= MIB
-
-
-def test_tensors_outlive_pool() -> None:
-    pool = made()
-    kept = pool.empty((MIB,), torch.uint8).fill_(9)
-    others = [pool.empty((40 * MIB,), torch.uint8) for _ in range(3)]
-    segments = list(pool.segments)
-    assert len(segments) > 1
-    allocator = pool.allocator
-    del pool
-    assert allocator.segments == segments
-    del others
-    assert allocator.segments == segments[:1]
-    assert os.fstat(segments[0]._descriptor).st_blocks * 512 == MIB and bool((kept == 9).all())
-    del kept
-    assert not allocator.segments and allocator.allocated == 0
-
-
-def test_frozen_pool_returns_no_pages() -> None:
-    pool = made(0)
-    tensor = pool.empty((MIB,), torch.uint8).fill_(9)
-    view = pool.segments[0].bytes[pool.place(tensor)[1] :][:MIB]  # as a peer has it that has not noticed
-    pool.freeze()
-    del tensor
-    assert pages(pool) == MIB and bool((view == 9).all())
 
 
 def test_forked_child_does_not_free_parent_memory() -> None:

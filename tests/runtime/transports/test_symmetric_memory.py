@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from pretended_gpus import PretendedGpus
-from torch._C._distributed_c10d import _resolve_process_group
 
 import shardweave
-from shardweave.kernels import Failure
-from shardweave.kernels.tiling import PROCESSORS
-from shardweave.kernels.window_use import waiting_programs
 from shardweave.runtime.bounded_store import BoundedStore
 from shardweave.runtime.environment import num_sms, requested_sms
 from shardweave.runtime.transports.symmetric_memory.memory import (
-    TorchSymmetricMemory,
     _RenumberedStore,
     why_no_symmetric_memory,
 )
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
-from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes
 
 pytestmark = pytest.mark.plan
 
@@ -80,16 +72,6 @@ def test_rendezvous_with_different_counters(counters: tuple[tuple[int, int], ...
     assert results == [[[f"{r} says {number}" for r in range(3)] for number in range(5)]] * 3
 
 
-def test_other_keys_are_unchanged() -> None:
-    inner = dist.HashStore()
-    store = _RenumberedStore(BoundedStore(inner), "of", 5.0)
-    for key in ("plain", "two/parts", "a/b/c"):
-        store.set(key, "1")
-        assert inner.get(f"of/{key}") == store.get(key) == b"1" and store.check([key])
-    assert store.add("n/7/x", 2) == 2 and store.add("n/7/x", 2) == inner.add("of/n/0/x", 0) == 4
-    assert store.delete_key("n/7/x") and not inner.check(["of/n/0/x"])
-
-
 def test_rendezvous_ends_in_time() -> None:
     """A peer that never writes, and a store that never answers."""
 
@@ -106,28 +88,6 @@ def test_rendezvous_ends_in_time() -> None:
             store.get("3/1")
         assert time.monotonic() - start < 10
     ended.set()
-
-
-def test_group_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored: list[tuple[Any, ...]] = []
-    own = torch.zeros(16, dtype=torch.uint8)
-
-    class Handle:
-        def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-            return peer, shape
-
-    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
-        group = _resolve_process_group(name)
-        stored.append((group.rank(), group.size(), name))
-        return Handle()
-
-    fake = SimpleNamespace(rendezvous=rendezvous)
-    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
-    provider = TorchSymmetricMemory(BoundedStore(dist.HashStore()), 5, torch.device("cuda", 0), 5.0)
-    for name in ("one", "two"):
-        results = provider.join(own, {2: "", 5: "", 6: ""}, name)
-        assert list(results) == [2, 5, 6] and results[5] is own and results[6] == (2, (16,))
-    assert stored == [(1, 3, "shardweave/one"), (1, 3, "shardweave/two")]
 
 
 def test_no_memory_in_a_capture() -> None:
@@ -151,16 +111,6 @@ def test_no_memory_in_a_capture() -> None:
     assert transport.error is None
 
 
-@pytest.mark.parametrize(("given", "programs"), [(None, waiting_programs(PROCESSORS)), ("3", 3)])
-def test_programs_of_windows(given: str | None, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if given is not None:
-        monkeypatch.setenv("SHARDWEAVE_NUM_SMS", given)
-    memory = {rank: torch.zeros(4096, dtype=torch.uint8) for rank in range(2)}
-    window = Window(0, memory, 0, Failure(torch.device("cpu")), 2, programs=requested_sms())
-    assert window.writing.programs == window.reading(torch.float32, True).programs == programs
-    assert window.writing.stride == window.nbytes == (4096 - pad_bytes(2)) // 2
-
-
 def test_number_of_sms_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """An argument comes before the variable; a GPU has to have as many."""
     gpu = torch.device("cuda", 0)
@@ -179,26 +129,6 @@ def test_wrong_number_of_sms(given: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SHARDWEAVE_NUM_SMS", given)
     with pytest.raises(shardweave.ArgumentError, match=rf"SHARDWEAVE_NUM_SMS: '{given}'; allowed: .* above 0"):
         requested_sms()
-
-
-@pytest.mark.parametrize("given", [None, "0", "1"])
-def test_no_multicast_objects(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, seen = "TORCH_SYMM_MEM_DISABLE_MULTICAST", list[str | None]()
-    if given is None:
-        monkeypatch.delenv(name, raising=False)
-    else:
-        monkeypatch.setenv(name, given)
-
-    def rendezvous(memory: torch.Tensor, group: str) -> None:
-        seen.append(os.environ.get(name))
-        raise RuntimeError("of torch")
-
-    fake = SimpleNamespace(rendezvous=rendezvous)
-    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
-    provider = TorchSymmetricMemory(BoundedStore(dist.HashStore()), 0, torch.device("cuda", 0), 5.0)
-    with pytest.raises(shardweave.TransportError, match=r"ranks \(0, 1\): of torch"):
-        provider.join(torch.zeros(16, dtype=torch.uint8), {0: "", 1: ""}, f"multicast {given}")
-    assert seen == ["1"] and os.environ.get(name) == given
 
 
 def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
