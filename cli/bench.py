@@ -16,7 +16,7 @@ from ..errors import ArgumentError
 PROGRAMS = (
     "host_cost",
     "codegen.aot",
-    "gpu.targets",
+    "gpu.timings",
     "plans",
     "workloads.record_workloads",
     "baselines.autoparallel_model",
@@ -30,7 +30,7 @@ PROGRAMS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Further measurements are separate programs, python -m shardweave.bench.NAME: "
-        f"{', '.join(PROGRAMS)}. gpu.targets measures kernels against their targets on a GPU; make gpu runs it."
+        f"{', '.join(PROGRAMS)}. gpu.timings is for a GPU; make gpu runs it."
     )
     parser.add_argument(
         "suites",

@@ -48,7 +48,7 @@ def write(sections: Sequence[Section], rows: Path, dry: bool) -> dict[str, Found
     for name, one in found.items():
         lines += lines_of(name, one)
     for name, one in found.items():
-        lines += ["", f"## {name}", "", "```", one.output.strip(), "```"] if one.output else []
+        lines += ["", f"## {name}", "", one.output.strip()] if one.output else []  # which is Markdown
     part = rows.with_name("gpu.md.part")  # the run may be killed at any time
     part.write_text("\n".join(lines) + "\n", encoding="utf-8")
     part.replace(rows.with_name("gpu.md"))
