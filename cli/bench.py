@@ -18,7 +18,6 @@ PROGRAMS = (
     "codegen.aot",
     "gpu.timings",
     "plans",
-    "workloads.record_workloads",
     "baselines.autoparallel_model",
     "baselines.torch_tests",
     "suites.training",
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help="redistribute, dispatch, plan (default: all of these), compiled, hosts",
+        help="redistribute, dispatch (default: both), compiled, hosts",
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds; takes minutes")
     parser.add_argument("--match", default="", metavar="TEXT", help="only cases whose name contains TEXT")

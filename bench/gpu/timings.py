@@ -23,6 +23,7 @@ import triton.testing
 from torch.profiler import ProfilerActivity, profile
 
 from ...errors import UnsupportedError
+from ...kernels import QuantizationName
 from ...planner import plan
 from ...runtime import VirtualTokenDispatcher
 from ...runtime.executor.simulate import bind_in_process
@@ -37,8 +38,10 @@ LAYOUTS = (
 SHAPES = {False: ((8192, 8192), (8191, 8193)), True: ((32, 32), (31, 33))}  # in a dry run: the second
 RANKS, TOP_K = 8, 8
 TOKENS = {False: ((4096, 7168, 256), (128, 7168, 256)), True: ((12, 128, 16), (3, 128, 16))}  # of each rank, H, E
-QUANTIZE = "fp8_128"
-TOLERANCE = {None: 0.0, QUANTIZE: 0.1}  # of the largest element: sums here are exact, elements in float8 are not
+TOLERANCE: dict[QuantizationName | None, float] = {
+    None: 0.0,
+    "fp8_128": 0.1,
+}  # of the largest element: sums here are exact, elements in float8 are not
 _CALLS, _ROWS = 10, 15  # of a profile
 Made = tuple[Callable[[], object], Callable[[], bool], int]
 """A call, whether its result is right, and the bytes that it has to read and write."""
@@ -66,7 +69,7 @@ def redistribution(
     return partial(run, shards), right, sum(x.nbytes for x in (*shards, *run(shards)))
 
 
-def dispatch(tokens: int, hidden: int, experts: int, quantize: str | None, device: torch.device) -> Made:
+def dispatch(tokens: int, hidden: int, experts: int, quantize: QuantizationName | None, device: torch.device) -> Made:
     """Dispatch and combine, with experts that do nothing."""
     dispatcher = VirtualTokenDispatcher(
         RANKS, num_experts=experts, top_k=TOP_K, hidden=hidden, max_tokens=tokens, device=device, quantize=quantize

@@ -73,7 +73,7 @@ def test_plan_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
         assert ", rank 5\n" in capsys.readouterr().out
 
 
-TRACE = Path(command_line.__file__).parent / "bench/workloads/recorded/solver.json"
+TRACE = Path(__file__).parent / "traces/solver.json"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from pages import ROOT
 
 import shardweave
-from shardweave.bench.baselines.stock_plans import stock
+from shardweave.bench.baselines.stock_plans import planned
 
 pytestmark = pytest.mark.plan
 
@@ -55,5 +55,5 @@ def test_pictures_are_up_to_date() -> None:
 def test_picture_of_both_plans_has_the_layouts_of_dtensor() -> None:
     module = script("pictures")
     source, target = (shardweave.Layout.parse(module.DTENSOR_PATH[at]) for at in (0, -1))
-    layouts = stock(module.MESH, False).layouts(module.SHAPE, source, target)
+    layouts = planned(module.MESH, module.SHAPE, source, target)
     assert tuple(map(str, layouts)) == module.DTENSOR_PATH

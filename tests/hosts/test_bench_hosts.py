@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from shardweave.bench.harness import measure as measuring
 from shardweave.bench.harness import namespaces
-from shardweave.bench.harness.core_time import busy_share
 from shardweave.bench.harness.hosts import Hosts
 from shardweave.bench.harness.measure import suite
 from shardweave.bench.harness.namespaces import HostsUnavailable
@@ -51,23 +49,6 @@ def test_connections_between_hosts_use_the_stated_congestion_control(start_hosts
     with start_hosts([[0], [1]], 10.0) as hosts:
         for stated, found in hosts.run(_congestion_controls, timeout=60):
             assert stated == found
-
-
-def _busy(rank: int) -> tuple[float, float]:
-    def spin() -> None:
-        end = time.monotonic() + 0.1
-        while time.monotonic() < end:
-            pass
-
-    return busy_share(spin, 0.5), busy_share(lambda: time.sleep(0.1), 0.2)
-
-
-@pytest.mark.multi
-def test_busy_share_of_ranks_that_compute(start_hosts: Callable[..., Hosts]) -> None:
-    """Two ranks keep two cores busy, or the one that there is. Other processes may keep the others busy."""
-    with start_hosts([[0], [1]], 10.0) as hosts:
-        for spinning, sleeping in hosts.run(_busy, timeout=60):
-            assert 0.5 * min(2 / (os.cpu_count() or 1), 1) <= spinning <= 1 and 0 <= sleeping <= 1
 
 
 @pytest.mark.plan
