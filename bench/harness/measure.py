@@ -60,6 +60,8 @@ def measure(cases: Mapping[str, Sequence[str]], scale: str) -> Results:
     """
     results = Results(scale)
     for name, selected in cases.items():
+        if not selected:
+            continue
         sink = Sink(name, results)
         try:
             suite(name).measure(selected, scale, sink)
