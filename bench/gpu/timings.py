@@ -42,7 +42,7 @@ TOLERANCE: dict[QuantizationName | None, float] = {
     None: 0.0,
     "fp8_128": 0.1,
 }  # of the largest element: sums here are exact, elements in float8 are not
-_CALLS, _ROWS = 10, 15  # of a profile
+_ROWS = 15  # of a profile
 Made = tuple[Callable[[], object], Callable[[], bool], int]
 """A call, whether its result is right, and the bytes that it has to read and write."""
 
@@ -125,17 +125,17 @@ def measured(make: Callable[[], Made], device: torch.device, dry: bool) -> dict[
 
 
 def print_profiles(device: torch.device, dry: bool) -> None:
-    order = "self_cpu_time_total" if dry else "self_cuda_time_total"
+    calls, order = (1, "self_cpu_time_total") if dry else (10, "self_cuda_time_total")
     for name, make in cases(device, dry):
         call, _, _ = make()
         call()  # kernels are compiled
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-            for _ in range(_CALLS):
+            for _ in range(calls):
                 call()
             if not dry:
                 torch.cuda.synchronize()
         text = profiled.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=60)
-        print(f"{name}, {_CALLS} calls:\n\n```\n{text}\n```\n", flush=True)
+        print(f"{name}, calls: {calls}\n\n```\n{text}\n```\n", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
