@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardweave.bench.harness.measure import measure, suite
-from shardweave.bench.harness.results import UNITS, Results
+from shardweave.bench.harness.results import Results
 from shardweave.bench.suites import SCALES
 
 _PLAIN = str.maketrans({"×": "x", "→": "->", "÷": "/"})  # pytest writes codes for letters that are not ASCII
@@ -73,7 +73,7 @@ def record(request: pytest.FixtureRequest, results: Results, case: str, contende
         if row is None:
             faults = [one.why for one in results.faults if one.key[1:] in ((case, contender), ("", ""))]
             pytest.fail("; ".join(faults), pytrace=False)
-        rounds = iter([one * UNITS[row.unit] for one in row.samples])
+        rounds = iter(row.samples)
         benchmark = request.getfixturevalue("benchmark")  # which warns where it is not used
         benchmark.extra_info.update({name: value for name, value in asdict(row).items() if name != "samples"})
         benchmark.pedantic(

@@ -1,7 +1,7 @@
 """torch's plans and shardweave's plans over pairs of layouts: bytes, collectives and peak memory.
 
-`python -m shardweave.bench.plans --out FILE` makes and counts plans; nothing is timed (`bench plan` does that)
-or communicated. torch's plans come from its own planner, and its collectives are counted as issued: shards padded to
+`python -m shardweave.bench.plans --out FILE` makes and counts plans; nothing is timed or communicated.
+torch's plans come from its own planner, and its collectives are counted as issued: shards padded to
 the largest of their group, all-reduce as reduce-scatter and all-gather, all-to-all as a true one.
 
 torch's graph planner takes tens of milliseconds for a pair of layouts of a 3-D tensor on a 3-D mesh, so that all pairs
@@ -27,7 +27,7 @@ from shardweave import Layout, Mesh
 from shardweave.planner import Placement, plan
 
 from ..errors import ArgumentError
-from .baselines.stock_plans import Counted, count_stock, stock
+from .baselines.stock_plans import Counted, count_stock, planned
 from .harness.machine import provenance
 from .harness.markdown import provenance_lines, table
 from .harness.writable import check_writable
@@ -75,7 +75,7 @@ def measure(mesh_shape: tuple[int, ...], shape: tuple[int, ...], every: int = 1)
     for source, target in Random(7).sample(every_pair, -(-len(every_pair) // every)):
         if source == target:
             continue
-        routes = {name: stock(mesh_shape, graph).layouts(shape, source, target) for name, graph in _GRAPH.items()}
+        routes = {name: planned(mesh_shape, shape, source, target, graph) for name, graph in _GRAPH.items()}
         counted = {name: count_stock(mesh, shape, route) for name, route in routes.items()}
         counted[_OURS], bound = count_ours(mesh, shape, source, target)
         pairs.append(Pair(bound, counted))

@@ -16,9 +16,8 @@ from ..errors import ArgumentError
 PROGRAMS = (
     "host_cost",
     "codegen.aot",
-    "gpu.targets",
+    "gpu.timings",
     "plans",
-    "workloads.record_workloads",
     "baselines.autoparallel_model",
     "baselines.torch_tests",
     "suites.training",
@@ -30,13 +29,13 @@ PROGRAMS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Further measurements are separate programs, python -m shardweave.bench.NAME: "
-        f"{', '.join(PROGRAMS)}. gpu.targets measures kernels against their targets on a GPU; make gpu runs it."
+        f"{', '.join(PROGRAMS)}. gpu.timings is for a GPU; make gpu runs it."
     )
     parser.add_argument(
         "suites",
         nargs="*",
         metavar="SUITE",
-        help="redistribute, dispatch, plan (default: all of these), compiled, hosts",
+        help="redistribute, dispatch (default: both), compiled, hosts",
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds; takes minutes")
     parser.add_argument("--match", default="", metavar="TEXT", help="only cases whose name contains TEXT")

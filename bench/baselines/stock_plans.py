@@ -7,11 +7,10 @@ reduce-scatter is an all-reduce, as DTensor does on gloo.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,34 +34,30 @@ class Counted:
     peak: float
 
 
-class Stock:
-    """torch's planner on a mesh of any size without a process group; it needs the sizes alone."""
+@cache
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    """Without a process group: torch's planner needs the sizes alone."""
+    return DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape), _init_backend=False, _rank=0)
 
-    def __init__(self, shape: tuple[int, ...], graph: bool) -> None:
-        self.graph = graph
-        table = torch.arange(math.prod(shape)).reshape(shape)
-        self.mesh = DeviceMesh("cpu", table, _init_backend=False, _rank=0)
 
-    @cache  # noqa: B019 - costs ask for every plan once for its bytes and once for its price
-    def layouts(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
-        """The layouts after each collective, the source first. For shard orders other than the default, torch always
-        uses its graph planner."""
-        layouts = [source]
-        for step in self.planning(shape, source, target)():
-            m, (_, placed) = step.mesh_dim, step.src_dst_placements
-            placements = list(layouts[-1].placements)
-            orders = {d: tuple(x for x in order if x != m) for d, order in layouts[-1].orders}
-            placements[m] = _placement(placed)
-            if isinstance(placed, Shard):
-                orders[placed.dim] = (*orders.get(placed.dim, ()), m)
-            layouts.append(Layout(placements, {d: order for d, order in orders.items() if order}))
-        return layouts
-
-    def planning(self, shape: tuple[int, ...], source: Layout, target: Layout) -> Callable[[], list[Any]]:
-        """A call of torch's planner alone, on specs that are made before."""
-        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
-        before, after = (spec_of_layout(layout, self.mesh, meta) for layout in (source, target))
-        return partial(_gen_transform_infos_non_cached, before, after, use_graph_based_transform=self.graph)
+@cache  # costs ask for every plan once for its bytes and once for its price
+def planned(
+    mesh: tuple[int, ...], shape: tuple[int, ...], source: Layout, target: Layout, graph: bool = False
+) -> list[Layout]:
+    """The layouts after each collective, the source first, by torch's greedy planner or by its graph planner, which it
+    always uses for shard orders other than the default."""
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
+    before, after = (spec_of_layout(layout, _mesh(mesh), meta) for layout in (source, target))
+    layouts = [source]
+    for step in _gen_transform_infos_non_cached(before, after, use_graph_based_transform=graph):
+        m, (_, placed) = step.mesh_dim, step.src_dst_placements
+        placements = list(layouts[-1].placements)
+        orders = {d: tuple(x for x in order if x != m) for d, order in layouts[-1].orders}
+        placements[m] = _placement(placed)
+        if isinstance(placed, Shard):
+            orders[placed.dim] = (*orders.get(placed.dim, ()), m)
+        layouts.append(Layout(placements, {d: order for d, order in orders.items() if order}))
+    return layouts
 
 
 def _placement(placed: object) -> Placement:
@@ -72,11 +67,6 @@ def _placement(placed: object) -> Placement:
         return shardweave.Partial(placed.reduce_op)
     assert type(placed) is Replicate, f"torch plans a step to {placed}"
     return shardweave.Replicate()
-
-
-@cache
-def stock(mesh_shape: tuple[int, ...], graph: bool) -> Stock:
-    return Stock(mesh_shape, graph)
 
 
 def lengths(mesh: Mesh, shape: tuple[int, ...], layout: Layout, position: int) -> list[int]:
@@ -121,7 +111,7 @@ def stock_layouts(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: La
     # torch would issue collectives along mesh dims of one rank.
     source, target = (layout.without_size_one(mesh.shape) for layout in (source, target))
     try:
-        return stock(mesh.shape, False).layouts(shape, source, target)
+        return planned(mesh.shape, shape, source, target)
     except (RuntimeError, ValueError, AssertionError, IndexError):
         return None
 

@@ -58,16 +58,6 @@ class Column:
     def passed(self) -> set[str]:
         return {test for test, outcome in self.outcomes.items() if outcome == "passed"}
 
-    def note(self, test: str, outcome: str, text: str) -> None:
-        """Of several outcomes of a test, its phases and subtests, a failure counts; else the last."""
-        if outcome == "finished":
-            return
-        outcome = "failed" if outcome == "error" else outcome
-        if self.outcomes.get(test) != "failed" and not (outcome == "passed" and self.outcomes.get(test) == "skipped"):
-            self.outcomes[test] = outcome
-        if text:
-            self.texts[test] = text
-
 
 def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: float) -> Column:
     """Run a file's tests in processes of their own, with shardweave installed in all of them or in none."""
@@ -99,8 +89,9 @@ def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: fl
             _wait_for_ranks(process)
         end(process)
         column.seconds = time.monotonic() - start
-        for row in plugin.read(outcomes):
-            column.note(row["test"], row["outcome"], row.get("text", ""))
+        for test, (outcome, text) in plugin.ends(plugin.read(outcomes)).items():
+            column.outcomes[test] = "failed" if outcome == "error" else outcome
+            column.texts[test] = text
         column.processes = [json.loads(path.read_text(encoding="utf-8")) for path in counts.glob("*.json")]
     return column
 

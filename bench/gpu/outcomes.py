@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -40,6 +40,19 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else ():
         with suppress(ValueError):  # the last one, of a run that was killed as it wrote
             yield json.loads(line)
+
+
+def ends(rows: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """The outcome of each test, and its text. Of several, as phases and subtests have, the first failure counts, or a
+    skip, else the last. "started": it has not ended."""
+    found: dict[str, tuple[str, str]] = {}
+    for row in rows:
+        test, outcome = row.get("test"), row.get("outcome")
+        before, _ = found.get(test or "", ("", ""))
+        decided = before in ("failed", "error") or (before == "skipped" and outcome == "passed")
+        if test and outcome and outcome != "finished" and not decided:
+            found[test] = outcome, row.get("text", "")
+    return found
 
 
 def _write(**row: Any) -> None:

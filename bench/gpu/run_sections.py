@@ -1,9 +1,8 @@
 """`make gpu`, from the repository's root: runs the sections in processes of their own, each with a time limit.
 
 Files in `--out`: `gpu.md`, the report, written again after each section; `gpu.jsonl`, a row for each test when it
-starts and when it ends; `targets.md`. After a test that kills its process, leaves CUDA unusable, or hangs, the section
-goes on in another process; so do the targets after a line that does one of the first two. Kernels that are in Triton's
-cache (`TRITON_CACHE_DIR`) are not compiled again.
+starts and when it ends; `timings.jsonl`. After a test that kills its process, leaves CUDA unusable, or hangs, the
+section goes on in another process. Kernels that are in Triton's cache (`TRITON_CACHE_DIR`) are not compiled again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from shardweave.bench.gpu.sections import SECTIONS, Section
 
 ROWS = "gpu.jsonl"
 _LONGEST_END = 5.0  # seconds that killed processes get to go
-_MOST_RESTARTS = 5  # of a program that goes on
 _SHOWN = 12_000  # characters of a process's output
 _PROCESSES = min(8, max(1, (os.cpu_count() or 1) // 2))  # of a section that is split
 
@@ -53,13 +51,12 @@ class Settings:
 class Running:
     """A process of a section."""
 
-    def __init__(self, section: Section, part: int, parts: int, settings: Settings, restarts: int = 0) -> None:
+    def __init__(self, section: Section, part: int, parts: int, settings: Settings) -> None:
         self.section, self.part, self.settings, self.began = section, part, settings, time.time()
-        self.restarts, self.test_seconds = restarts, section.test_seconds or settings.test_seconds
+        self.test_seconds = section.test_seconds or settings.test_seconds
         self.tests_before, self.log = settings.started(), settings.scratch / f"{section.name}-{part}.log"
         if section.is_python:
             command = [word.format(out=settings.out) for word in section.arguments] + ["--dry"] * settings.dry
-            command += ["--go-on"] * (restarts > 0)
         else:
             command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "outcomes", *section.arguments]
             command += ["--continue-on-collection-errors", "-m", section.marker, *section.dry * settings.dry]
@@ -86,11 +83,9 @@ class Running:
         return not self.section.is_python and self.began < last < time.time() - self.test_seconds
 
     def leaves_work(self, code: int | None) -> bool:
-        """Whether another process may do the rest: this one was stopped, by a test or a line that it had begun."""
+        """Whether another process may run the other tests: this one was stopped, by a test that it had begun."""
         stopped = code is None or code < 0 or code == outcomes.LOST
-        if self.section.is_python:
-            return stopped and self.section.goes_on and self.restarts < _MOST_RESTARTS
-        return stopped and self.settings.started() > self.tests_before
+        return not self.section.is_python and stopped and self.settings.started() > self.tests_before
 
     def finish(self, why: str) -> None:
         """End the process with all that it has started, and write how it ended."""
@@ -121,7 +116,7 @@ def run_section(section: Section, settings: Settings, seconds: float) -> None:
                 one.finish(why)
                 running.remove(one)
                 if not late and one.leaves_work(code):
-                    running.append(Running(section, one.part, parts, settings, one.restarts + 1))
+                    running.append(Running(section, one.part, parts, settings))
     finally:
         for one in running:
             one.finish("killed with the run")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,25 +48,22 @@ def write(sections: Sequence[Section], rows: Path, dry: bool) -> dict[str, Found
     for name, one in found.items():
         lines += lines_of(name, one)
     for name, one in found.items():
-        lines += ["", f"## {name}", "", "```", one.output.strip(), "```"] if one.output else []
+        lines += ["", f"## {name}", "", one.output.strip()] if one.output else []  # which is Markdown
     part = rows.with_name("gpu.md.part")  # the run may be killed at any time
     part.write_text("\n".join(lines) + "\n", encoding="utf-8")
     part.replace(rows.with_name("gpu.md"))
     return found
 
 
-def found_of(section: Section, rows: Iterable[Mapping[str, Any]]) -> Found:
-    states: dict[str, str] = {}
-    texts: dict[str, str] = {}
+def found_of(section: Section, rows: Sequence[dict[str, Any]]) -> Found:
+    of_tests = outcomes.ends(rows)
+    states = {name: "killed" if outcome == "started" else outcome for name, (outcome, _) in of_tests.items()}
+    texts = {name: text for name, (_, text) in of_tests.items()}
     ends, mine = [], set[str]()
     for row in rows:
-        name = row.get("test")
         if row["section"] == section.name:
-            mine |= {name} if name else set(row.get("selected", ()))
+            mine |= {row["test"]} if "test" in row else set(row.get("selected", ()))
             ends += [row] if "ended" in row else []
-        if name and row["outcome"] != "finished" and states.get(name) not in ("failed", "error"):
-            states[name] = "killed" if row["outcome"] == "started" else row["outcome"]  # until it has ended
-            texts[name] = row.get("text", "")
     tests = Counter(states.get(name, "not reached") for name in mine)
     # pytest's exit code 5: no test was left for this process.
     expected = ("exit 0", *(f"exit {code}" for code in (1, 5, outcomes.LOST) if mine))

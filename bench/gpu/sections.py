@@ -1,4 +1,4 @@
-"""What `make gpu` runs, in order: whether results are right, then kernels beside their targets, then where time goes.
+"""What `make gpu` runs, in order: whether results are right, then how long calls take, then where time goes.
 
 If a signal does not arrive, no later section can pass.
 """
@@ -23,7 +23,6 @@ class Section:
         split: tests are shared out to several processes, since most of the time is spent on compiling.
         timeout: SHARDWEAVE_TIMEOUT: ranks that share a GPU report a rank that does not come before the time is up.
         test_seconds: that a test may take; 0: as long as those of other sections.
-        goes_on: with --go-on the program does what a process before it has left.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Section:
     split: bool = False
     timeout: str = ""
     test_seconds: float = 0
-    goes_on: bool = False
 
     @property
     def is_python(self) -> bool:
@@ -59,7 +57,7 @@ SECTIONS = (
     Section("ranks-on-several-gpus", 180, (_SYMMETRIC, *(
         f"{_TRANSPORTS}/test_{name}.py" for name in ("symmetric_hierarchical", "process_group_on_devices")),
         f"{_RUNTIME}/moe/test_two_level_windows.py"), marker="multigpu"),
-    Section("targets", 240, ("-m", "shardweave.bench.gpu.targets", "--out", "{out}"), goes_on=True),
-    Section("profile", 90, ("-m", "shardweave.bench.gpu.profile_calls")),
+    Section("timings", 240, ("-m", "shardweave.bench.gpu.timings", "--out", "{out}")),
+    Section("profile", 90, ("-m", "shardweave.bench.gpu.timings", "--profile")),
     Section("sanitizer", 400, ("tests/bench/test_sanitizer.py",), test_seconds=380),
 )  # fmt: skip

@@ -27,15 +27,6 @@ from .ranks import RanksFailed
 _START_LIMIT, _CLOSE_LIMIT = 120.0, 20.0  # seconds
 
 
-def why_no_hosts(context: Any = None) -> str | None:
-    """The reason why this machine does not allow hosts; None if it does. It starts one."""
-    try:
-        with Hosts([[0]], context=context):
-            return None
-    except HostsUnavailable as unavailable:
-        return str(unavailable)
-
-
 class Hosts:
     """Hosts with a link each to a common switch; a context, in which they exist.
 

@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,9 +45,6 @@ class Rotation:
     def cold(self) -> bool:
         """Whether no set is in the last-level cache when its turn comes."""
         return (self.sets - 1) * self.set_bytes > self.cache_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "cold": self.cold}
 
 
 def rotating(call: Callable[[Any], Any], sets: Sequence[Any]) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Bytes that enter hosts: as the link counts them, as a plan says, and the least there can be."""
+"""Bytes that enter hosts: as the link counts them, and the least there can be."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import shardweave
-from shardweave.planner.exchange.steps import Traffic
-
 from ..baselines.stock_dtensor import held
 from .namespaces import INTERFACE
-
-OVERHEAD, BESIDE = 0.02, 1 << 15
-"""Of what the link counts beyond the data: the share for headers of packets and acknowledgements, and bytes of gloo's
-own messages and of barriers."""
 
 RUNS = 3
 """TCP sends a packet, of up to 64 KiB here, again if its receiver is busy: the least of so many runs counts."""
@@ -46,24 +39,6 @@ def _bytes_during(run: Callable[[], Any]) -> int:
 
 def _counted() -> int:
     return int(Path("/sys/class/net", INTERFACE, "statistics", "rx_bytes").read_text(encoding="ascii"))
-
-
-def most_counted(nbytes: int) -> int:
-    """The most that a link may count for so many bytes of data."""
-    return int(nbytes * (1 + OVERHEAD)) + BESIDE
-
-
-def planned_bytes(program: shardweave.Program, host_of: Sequence[int], itemsize: int) -> list[int]:
-    """The bytes that enter each host by a program.
-
-    Args:
-        host_of: the host of each position of the program's mesh.
-    """
-    into = [0] * (max(host_of) + 1)
-    for step in program.steps:
-        for position, host in enumerate(host_of):
-            into[host] += Traffic.of(step.boxes, position, np.asarray(host_of)).received_far * itemsize
-    return into
 
 
 def least_bytes(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from .results import UNITS, Results, Row
+from .results import Results, Row
 
 _LEAST_ON_LINK = 1 << 20  # bytes; fewer are over before the link is full
 
@@ -40,39 +40,33 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 def provenance_lines(about: Mapping[str, Any]) -> list[str]:
     """Of `machine.provenance()`."""
-    return [f"`{about['command']}`, {about.get('date', '?')}.", "", *machine_lines(about["machine"])]
-
-
-def machine_lines(about: Mapping[str, Any]) -> list[str]:
-    gpus = ", ".join(about["gpus"]) or "no GPU"
-    cache = f"; last-level cache {about['last_level_cache_mib']:g} MiB" if "last_level_cache_mib" in about else ""
-    changed = about.get("uncommitted_changes", "none") not in ("none", "unknown")
-    system, python, torch, triton, commit = (
-        about.get(name, "?") for name in ("system", "python", "torch", "triton", "commit")
-    )
+    of = about["machine"]
+    gpus, changed = ", ".join(of["gpus"]) or "no GPU", of["uncommitted_changes"] not in ("none", "unknown")
     return [
-        f"{about['cpu']}, {about['cores']} cores, {about.get('memory_gib', '?')} GiB; {gpus}{cache}.",
-        f"{system}, Python {python}, torch {torch}, triton {triton}; commit {commit[:12]}"
-        f"{', with uncommitted changes' * changed}.",
+        f"`{about['command']}`, {about['date']}.",
+        "",
+        f"{of['cpu']}, {of['cores']} cores, {of['memory_gib']} GiB; {gpus}; "
+        f"last-level cache {of['last_level_cache_mib']:g} MiB.",
+        f"{of['system']}, Python {of['python']}, torch {of['torch']}, triton {of['triton']}; "
+        f"commit {of['commit'][:12]}{', with uncommitted changes' * changed}.",
     ]
 
 
 def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The heads, and the cells of each row, ours first in each case. Columns without any entry are left out."""
-    heads = ["case", "contender", "median", "quartiles", "÷ ours", "bytes", "bound", "of link", "cores busy"]
-    heads += ["of bare copy", "cache"]
+    heads = ["case", "contender", "median", "quartiles", "÷ ours", "bytes", "bound", "of link", "of bare copy", "cache"]
     body = []
     for case, group in groupby(rows, key=lambda row: row.case):
         ours, *_ = of_case = sorted(group, key=lambda row: not row.is_ours)
         for row in of_case:
             unit = ours.median if ours.is_ours and row is not ours else 0.0
             low, high = row.quartiles
-            cold = row.detail.get("rotation", {}).get("cold")
+            cold = row.detail.get("cold")
             body.append([
-                case, row.contender, f"{figure(row.median)} {row.unit}", f"{figure(low)} to {figure(high)}",
+                case, row.contender, f"{figure(row.median * 1e6)} µs", f"{figure(low * 1e6)} to {figure(high * 1e6)}",
                 f"{row.median / unit:.2f}" if unit else "",
                 *("" if count is None else f"{count:,}" for count in (row.bytes, row.bound_bytes)),
-                _share_of_link(row), _cores_busy(row),
+                _share_of_link(row),
                 "" if row.share_of_ceiling is None else f"{row.share_of_ceiling:.0%}",
                 "" if cold is None else "cold" if cold else "warm",
             ])  # fmt: skip
@@ -85,12 +79,7 @@ def _share_of_link(row: Row) -> str:
     rate = row.detail.get("gigabits")
     if rate is None or not row.bytes or row.bytes < _LEAST_ON_LINK:
         return ""
-    return f"{row.bytes * 8e-9 / rate / (row.median * UNITS[row.unit]):.0%}"
-
-
-def _cores_busy(row: Row) -> str:
-    share = row.detail.get("cores_busy", {}).get(row.contender)
-    return "" if share is None else f"{share:.0%}"
+    return f"{row.bytes * 8e-9 / rate / row.median:.0%}"
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:

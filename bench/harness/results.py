@@ -1,7 +1,7 @@
 """Measured results: rows, and what has none.
 
-A row is one contender on one case of a suite. Its samples are rounds: of several ranks each is the slowest rank's. Less
-is better in every unit.
+A row is one contender on one case of a suite. Its samples are the seconds of rounds: of several ranks each is the
+slowest rank's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
-
 
 @dataclass(frozen=True)
 class Row:
@@ -22,8 +20,7 @@ class Row:
 
     Attributes:
         contender: "ours", "ours, …" for a variant of it, or another library measured in the same run.
-        unit: of the samples, one of `UNITS`.
-        samples: one or more, of which `median` and `quartiles` are.
+        samples: seconds, one or more, of which `median` and `quartiles` are.
         bytes: by formula, what the rank moves that moves most; `detail["bytes are"]` says which. None: not known.
         bound_bytes: the least that it has to be. None: no bound is known.
         share_of_ceiling: what a bare copy of the bytes takes in the same run, as a part of what this takes.
@@ -33,7 +30,6 @@ class Row:
     suite: str
     case: str
     contender: str
-    unit: str
     samples: tuple[float, ...]
     bytes: int | None = None
     bound_bytes: int | None = None
@@ -42,8 +38,8 @@ class Row:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS or not self.samples or not all(0 <= one < float("inf") for one in self.samples):
-            raise ValueError(f"{self.key}: {self.samples} {self.unit}; allowed: finite numbers in {', '.join(UNITS)}")
+        if not self.samples or not all(0 <= one < float("inf") for one in self.samples):
+            raise ValueError(f"{self.key}: {self.samples}; allowed: finite numbers")
 
     @property
     def median(self) -> float:
@@ -66,7 +62,7 @@ class Row:
 @dataclass(frozen=True)
 class Missing:
     """A contender without a row: it is not installed, it refuses the case, or its result was wrong. Without a case and
-    contender: a suite whose process failed."""
+    contender: a suite whose ranks failed."""
 
     suite: str
     case: str
@@ -94,7 +90,3 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     absent: list[Missing] = field(default_factory=list)
     faults: list[Missing] = field(default_factory=list)
-
-    def put(self, kind: str, one: Row | Missing) -> None:
-        """Append to the list "rows", "absent" or "faults"."""
-        getattr(self, kind).append(one)

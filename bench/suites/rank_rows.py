@@ -43,7 +43,7 @@ def put(sink: Sink, by_rank: Sequence[dict[str, Any]], case: str, timed_if_wrong
         samples, moved = slowest(seconds, contender), [rank["bytes"].get(contender) for rank in by_rank]
         copied = median(slowest(seconds, "copy")) if any(rank["bytes"].get("copy") for rank in by_rank) else None
         sink.row(
-            case, contender, "µs", [one * 1e6 for one in samples],
+            case, contender, samples,
             bytes=None if moved[0] is None else max(moved),
             bound_bytes=bound,
             share_of_ceiling=None if copied is None else copied / median(samples),

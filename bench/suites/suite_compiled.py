@@ -98,7 +98,7 @@ def redistribution(case: Case, scale: str) -> dict[str, Any]:
                 faults[f"{name}, compiled"] = fault
         sides |= {"ours": lambda: shardweave.redistribute(x, placements), "stock": lambda: functions["stock"](x)}
         seconds = time_sides(sides, ROUNDS[scale], _TURN_SECONDS[scale])
-    return result(seconds, faults=faults, **_counted(graphs, list(x.device_mesh.shape)))
+    return result(seconds, faults=faults, **_counted(graphs))
 
 
 def step(mesh: DeviceMesh, scale: str) -> dict[str, Any]:
@@ -152,14 +152,14 @@ def step(mesh: DeviceMesh, scale: str) -> dict[str, Any]:
         for side, loss in losses.items()
         if not torch.allclose(loss, expected, rtol=1e-5, atol=0)
     }
-    return result(seconds, faults=faults, **_counted(graphs, list(mesh.shape)))
+    return result(seconds, faults=faults, **_counted(graphs))
 
 
-def _counted(graphs: dict[str, Collectives], mesh: list[int]) -> dict[str, Any]:
+def _counted(graphs: dict[str, Collectives]) -> dict[str, Any]:
     most = {name: torch.tensor(of.received) for name, of in graphs.items()}
     for received in most.values():
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
     return {
         "bytes": {f"{name}, compiled": int(received) for name, received in most.items()},
-        "detail": {"mesh": mesh, **{f"collectives, {name}": str(of) for name, of in graphs.items()}},
+        "detail": {f"collectives, {name}": str(of) for name, of in graphs.items()},
     }

@@ -98,25 +98,25 @@ def _measured(shape: Tokens, layers: dict[str, Layer], rank: int, size: int, sca
     rotation = Rotation.of(shape.tokens * shape.hidden * 4, size, 1 if scale == "dry" else None)
     inputs = [inputs_of(shape, rank * rotation.sets + i) for i in range(rotation.sets)]
     checked = {name: faults_of(layer, expert_scale(rank, size), *inputs[0]) for name, layer in layers.items()}
-
-    def call(layer: Layer, given: tuple[torch.Tensor, ...]) -> Any:
-        x, ids, weights, gradient = given
-        if shape.backward:
-            return torch.autograd.grad(layer(x, ids, weights, None), (x, weights), gradient)
-        with torch.no_grad():
-            return layer(x, ids, weights, None)
-
     (moved, bound), every = bytes_of(shape, inputs[0][1], rank, size), bytes_of_pairs(shape)
-    sides = {name: rotating(partial(call, layer), inputs) for name, layer in layers.items()}
+    sides = {name: rotating(partial(run_layer, shape, layer), inputs) for name, layer in layers.items()}
     sides["copy"] = copies(every, Rotation.of(every, size, 1 if scale == "dry" else None))
     return result(
         time_sides(sides, ROUNDS[scale], _TURN_SECONDS[scale]),
         faults={name: "; ".join(faults) for name, faults in checked.items() if faults},
         bytes=dict.fromkeys(layers, moved) | {"copy": every},
         bound=bound,
-        detail={"ranks": size, "tokens": shape.tokens, "hidden": shape.hidden, "rotation": rotation.to_dict(),
-                "bytes are": _BYTES_ARE},
-    )  # fmt: skip
+        detail={"bytes are": _BYTES_ARE, "cold": rotation.cold},
+    )
+
+
+def run_layer(shape: Tokens, layer: Layer, given: tuple[torch.Tensor, ...]) -> Any:
+    """Dispatch and combine `inputs_of` a rank, with experts that do nothing."""
+    x, ids, weights, gradient = given
+    if shape.backward:
+        return torch.autograd.grad(layer(x, ids, weights, None), (x, weights), gradient)
+    with torch.no_grad():
+        return layer(x, ids, weights, None)
 
 
 def bytes_of(shape: Tokens, ids: torch.Tensor, rank: int, size: int) -> tuple[int, int]:

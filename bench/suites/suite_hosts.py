@@ -4,16 +4,15 @@ with links of 1 Gbit/s.
 
 Results are checked first. Bytes are those that enter a host during one call, counted at its link, headers included, of
 the host with most; the bound is what has to enter it, of a sum one value, as if the other hosts had added their terms.
-All ranks share the cores of this machine, so that at the higher rate the cores, not the links, may limit all sides: how
-busy they are is measured after the times. A third side sends as many bytes as shardweave does between hosts, by plain
-`isend` and `irecv`, after which the ranks of a host wait for each other, and nothing else.
+All ranks share the cores of this machine, so that at the higher rate the cores, not the links, may limit all sides.
+A third side sends as many bytes as shardweave does between hosts, by plain `isend` and `irecv`, after which the ranks
+of a host wait for each other, and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,14 +25,13 @@ import shardweave
 from shardweave.bench.baselines.plain_messages import plain_messages
 from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, mesh_for, moves
 from shardweave.bench.baselines.token_layers import EXPERTS, expert_scale, faults_of, plain_layer, shardweave_layer
-from shardweave.bench.harness.core_time import busy_share
 from shardweave.bench.harness.hosts import Hosts
 from shardweave.bench.harness.interleaved import time_sides
-from shardweave.bench.harness.link_bytes import bytes_received, least_bytes, least_token_bytes, planned_bytes
+from shardweave.bench.harness.link_bytes import bytes_received, least_bytes, least_token_bytes
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.harness.namespaces import HostsUnavailable, congestion_control
 from shardweave.bench.suites.rank_rows import put, result
-from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
+from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of, run_layer
 from shardweave.bench.workloads import Workload, load_workloads
 from shardweave.runtime.transports.select import current_transports
 
@@ -45,9 +43,7 @@ OTHER_HOSTS = {
     "hosts of 3, 1": [[0, 1, 2], [3]],
 }
 OTHER_GIGABITS = 1.0
-GIGABITS = {"full": (1.0, 10.0), "quick": (1.0, 10.0), "dry": (10.0,)}
 ROUNDS = {"full": 7, "quick": 3, "dry": 1}
-SIDES = {"full": 2048, "quick": 2048, "dry": 16}
 LAYOUTS = [
     ("S0 S0", "R R"), ("S0 S1", "S1 S0"), ("P P", "R R"), ("P P", "S0 S0"), ("R S0", "S0 S0"), ("S0 R", "S1 R"),
     ("R S0", "R S1"),
@@ -84,24 +80,15 @@ class Setting:
         return [host for host, ranks in enumerate(self.hosts) for _ in ranks]
 
 
-@dataclass(frozen=True)
-class _Selected:
-    """What the ranks of a setting measure, by names without that of the setting."""
-
-    names: frozenset[str]
-    scale: str
-    setting: Setting
-
-
 def settings(scale: str) -> list[Setting]:
-    main = [Setting(f"{rate:g} Gbit/s", HOSTS, rate) for rate in GIGABITS[scale]]
+    main = [Setting(f"{rate:g} Gbit/s", HOSTS, rate) for rate in ((10.0,) if scale == "dry" else (1.0, 10.0))]
     rate = OTHER_GIGABITS
     others = [Setting(f"{name}, {rate:g} Gbit/s", hosts, rate, False) for name, hosts in OTHER_HOSTS.items()]
     return [*main, *others]
 
 
 def workloads(scale: str, setting: Setting) -> list[Workload]:
-    side = SIDES[scale]
+    side = 16 if scale == "dry" else 2048
     layouts = LAYOUTS if setting.is_main else LAYOUTS[:EVERYWHERE]
     swept = [
         Workload(f"{source} → {target} {side}×{side} float32", "", (2, 2), ("x", "y"), source, target, "float32",
@@ -150,7 +137,7 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
             continue
         try:
             with Hosts(setting.hosts, setting.gigabits) as hosts:
-                by_rank = hosts.run(rank_main, _Selected(wanted, scale, setting), timeout=_LONGEST)
+                by_rank = hosts.run(rank_main, wanted, scale, setting, timeout=_LONGEST)
         except HostsUnavailable as unavailable:
             for case, contenders in cases(scale).items():
                 for contender in contenders:
@@ -161,16 +148,16 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
             put(sink, of_case, head + of_case[0]["case"], timed_if_wrong=["stock"])
 
 
-def rank_main(rank: int, selected: _Selected) -> list[dict[str, Any]]:
-    """The results of each case on this rank."""
+def rank_main(rank: int, names: frozenset[str], scale: str, setting: Setting) -> list[dict[str, Any]]:
+    """The results of the cases with these names, which are without that of the setting, on this rank."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
     results: list[dict[str, Any]] = []
     meshes: dict[tuple[str, ...], DeviceMesh] = {}
-    setting, rounds = selected.setting, ROUNDS[selected.scale]
+    rounds = ROUNDS[scale]
     host_groups = [dist.new_group(ranks) for ranks in setting.hosts]
     ranks = len(setting.host_of)
-    for workload in workloads(selected.scale, setting):
-        if workload.name not in selected.names:
+    for workload in workloads(scale, setting):
+        if workload.name not in names:
             continue
         labels = workload.mesh_names
         if labels not in meshes:
@@ -184,15 +171,14 @@ def rank_main(rank: int, selected: _Selected) -> list[dict[str, Any]]:
         group = host_groups[setting.host_of[rank]] if _has_messages(workload) else None
         results.append({"case": workload.name, **_redistributed(case, meshes[labels], rounds, rank, setting, group)})
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-    for shape in tokens(selected.scale, setting):
-        if str(shape) in selected.names:
+    for shape in tokens(scale, setting):
+        if str(shape) in names:
             results.append({"case": str(shape), **_dispatched(shape, mesh, rounds, rank, setting)})
     return results
 
 
-def _detail(setting: Setting, sides: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    detail = {"bytes are": f"{_BYTES_ARE}; TCP uses {congestion_control()}", "gigabits": setting.gigabits}
-    return {**detail, "cores_busy": {name: busy_share(side, _TURN_SECONDS) for name, side in sides.items()}}
+def _detail(setting: Setting) -> dict[str, Any]:
+    return {"bytes are": f"{_BYTES_ARE}; TCP uses {congestion_control()}", "gigabits": setting.gigabits}
 
 
 def _redistributed(
@@ -213,9 +199,9 @@ def _redistributed(
     if "/" not in case.source_text + case.target_text and "P" not in case.target_text:
         texts = case.source_text, case.target_text
         bound = least_bytes(sizes, host_of, case.shape, *texts, itemsize)[host_of[rank]]
-    topology = current_transports().machines.find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
-    program = shardweave.plan(mesh, case.shape, case.dtype, case.source_text, case.target_text, topology=topology)
     if host_group is not None:
+        topology = current_transports().machines.find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
+        program = shardweave.plan(mesh, case.shape, case.dtype, case.source_text, case.target_text, topology=topology)
         sides[MESSAGES] = plain_messages(program, host_of, rank, itemsize, host_group)
     return result(
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),
@@ -224,12 +210,8 @@ def _redistributed(
         box=str([(part.start, part.stop) for part in case.box]),
         bytes={side: bytes_received(call) for side, call in sides.items()},
         bound=bound,
-        detail=_detail(setting, sides) | {
-            "mesh": list(sizes), "source": case.source_text, "target": case.target_text, "shape": list(case.shape),
-            "dtype": str(case.dtype).removeprefix("torch."), "tensor_bytes": math.prod(case.shape) * itemsize,
-            "planned_bytes": max(planned_bytes(program, host_of, itemsize)),
-        },
-    )  # fmt: skip
+        detail=_detail(setting),
+    )
 
 
 def _dispatched(shape: Tokens, mesh: DeviceMesh, rounds: int, rank: int, setting: Setting) -> dict[str, Any]:
@@ -239,20 +221,14 @@ def _dispatched(shape: Tokens, mesh: DeviceMesh, rounds: int, rank: int, setting
     given = [inputs_of(shape, other) for other in range(ranks)]
     faults = {name: "; ".join(faults_of(layer, expert_scale(rank, ranks), *given[rank])) for name, layer in
               layers.items()}  # fmt: skip
-
-    def call(name: str) -> Any:
-        x, ids, weights, gradient = given[rank]
-        if shape.backward:
-            return torch.autograd.grad(layers[name](x, ids, weights, None), (x, weights), gradient)
-        with torch.no_grad():
-            return layers[name](x, ids, weights, None)
-
-    sides: dict[str, Callable[[], Any]] = {name: partial(call, name) for name in layers}
+    sides: dict[str, Callable[[], Any]] = {
+        name: partial(run_layer, shape, layer, given[rank]) for name, layer in layers.items()
+    }
     row = shape.hidden * 4 * (1 + shape.backward)
     return result(
         time_sides(sides, rounds, _TURN_SECONDS, warm_calls=_WARM_CALLS),
         faults={name: fault for name, fault in faults.items() if fault},
         bytes={name: bytes_received(side) for name, side in sides.items()},
         bound=least_token_bytes([ids for _, ids, _, _ in given], setting.host_of, EXPERTS, row)[setting.host_of[rank]],
-        detail=_detail(setting, sides) | {"tokens": shape.tokens, "hidden": shape.hidden},
+        detail=_detail(setting),
     )

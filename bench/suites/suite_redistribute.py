@@ -11,7 +11,6 @@ a bare copy of the bytes that a rank has to receive, by all ranks at once.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,16 +25,8 @@ from torch.distributed.tensor import DTensor
 import shardweave
 from shardweave.bench.baselines.packed_all_to_all import PackedAllToAll
 from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, held, mesh_for
-from shardweave.bench.baselines.stock_plans import Stock, count_stock
-from shardweave.bench.harness.interleaved import (
-    KEPT,
-    Rotation,
-    copies,
-    in_order,
-    rotated,
-    rotating,
-    time_sides,
-)
+from shardweave.bench.baselines.stock_plans import count_stock, planned
+from shardweave.bench.harness.interleaved import Rotation, copies, in_order, rotated, rotating, time_sides
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.harness.ranks import Send, run_ranks
 from shardweave.bench.suites.rank_rows import put, result
@@ -110,20 +101,18 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
     meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
-    planners: dict[tuple[int, ...], Stock] = {}
     for workload in config["workloads"]:
         sizes = (size,) if len(workload.mesh) == 1 else mesh_for(size)
         key = (sizes, workload.mesh_names)
         if key not in meshes:
             meshes[key] = init_device_mesh("cpu", sizes, mesh_dim_names=workload.mesh_names)
-            planners.setdefault(sizes, Stock(sizes, graph=False))
         try:
             case = Case(workload, meshes[key])
         except Unsuitable as reason:
             absent = dict.fromkeys(config["contenders"][workload.name], str(reason))
             send({"case": workload.name, **result({}, absent=absent)})
             continue
-        send({"case": workload.name, **measure_case(case, meshes[key], planners[sizes], config["scale"])})
+        send({"case": workload.name, **measure_case(case, meshes[key], config["scale"])})
     for workload in config["new_lengths"]:
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=workload.mesh_names)
         send({"case": workload.name, **measure_new_lengths(workload, mesh, ROUNDS[config["scale"]])})
@@ -147,11 +136,10 @@ def measure_new_lengths(first: Workload, mesh: DeviceMesh, rounds: int) -> dict[
                 seconds[side].append(took)
             if fault := case.fault(output.to_local(), pairwise=side == "stock"):
                 faults[side] = fault
-    detail = {"mesh": list(mesh.shape), "source": first.source, "target": first.target, "longest": length}
-    return result(seconds, faults=faults, detail=detail)
+    return result(seconds, faults=faults)
 
 
-def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> dict[str, Any]:
+def measure_case(case: Case, mesh: DeviceMesh, scale: str) -> dict[str, Any]:
     program = shardweave.plan(
         mesh, case.shape, str(case.dtype).removeprefix("torch."), case.source_text, case.target_text
     )
@@ -175,20 +163,9 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
         faults=faults,
         digests=digests,
         box=str([(part.start, part.stop) for part in case.box]),
-        bytes=bytes_of(case, planner, program),
+        bytes=bytes_of(case, program),
         bound=None if program.bytes_bound is None else max(program.bytes_bound),
-        detail={
-            "mesh": list(mesh.shape),
-            "source": case.source_text,
-            "target": case.target_text,
-            "shape": list(case.shape),
-            "dtype": str(case.dtype).removeprefix("torch."),
-            "tensor_bytes": math.prod(case.shape) * case.dtype.itemsize,
-            "sweep": next((name for name in SWEEPS if case.name.startswith(f"{name} ")), None),
-            "bytes are": _BYTES_ARE,
-            "rotation": rotation.to_dict(),
-            "kept outputs": KEPT,
-        },
+        detail={"bytes are": _BYTES_ARE, "cold": rotation.cold},
     )
 
 
@@ -211,12 +188,12 @@ def calls_of(case: Case, mesh: DeviceMesh, program: shardweave.Program) -> dict[
     return calls
 
 
-def bytes_of(case: Case, planner: Stock, program: shardweave.Program) -> dict[str, int]:
+def bytes_of(case: Case, program: shardweave.Program) -> dict[str, int]:
     """Bytes that the rank with most receives, by contender. Stock's are not known for shard orders."""
     received = dict.fromkeys(("ours", "ours, on gloo", PACKED, PLAIN, "copy"), max(program.bytes_received))
     if "/" not in case.source_text + case.target_text:
         layouts = shardweave.Layout.parse(case.source_text), shardweave.Layout.parse(case.target_text)
-        counted = count_stock(program.mesh, case.shape, planner.layouts(case.shape, *layouts), gloo=True)
+        counted = count_stock(program.mesh, case.shape, planned(program.mesh.shape, case.shape, *layouts), gloo=True)
         received["stock"] = counted.received // 4 * case.dtype.itemsize
     if case.source_text == "P":  # reduced whole by gloo for stock and for the plain call alike
         received[PLAIN] = received["stock"]

@@ -4,15 +4,11 @@ FSDP2's own program, on the same weights, issues single collectives, where torch
 
 Each JSON file is one model; each case fixes mesh, source and target layout (text form), dtype and full shape. On a CPU
 it is run at the shape that follows from the full one by one rule, `scaled_down`; nothing else about a case changes.
-
-`recorded/` has traces of whole models at full shapes, made by `python -m shardweave.bench.workloads.record_workloads`;
-a test holds that the solver's program among them does each case here: the shape, the dtype, and both layouts.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +41,6 @@ class Workload:
     @property
     def partial(self) -> bool:
         return "P" in self.source or "P" in self.target
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 def load_workloads() -> list[Workload]:

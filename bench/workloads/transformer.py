@@ -1,5 +1,4 @@
-"""A Llama-like transformer, by default small and with bytes as tokens, and its placement on a mesh of data and tensor
-parallelism."""
+"""A small Llama-like transformer, with bytes as tokens, and its placement on a mesh of data and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,21 +19,16 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-BYTES = 256  # the vocabulary of the small one
-
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model. Each rank along tp holds `heads / tp` heads, and as many keys and values, or `kv_heads / tp` if those
-    are fewer."""
+    """Of a model. Each rank along tp holds `heads / tp` heads. A token is a byte."""
 
     blocks: int = 4
     width: int = 128
     heads: int = 8
-    kv_heads: int | None = None
     hidden: int = 352
-    vocabulary: int = BYTES
-    rope_base: float = 10_000.0
+    vocabulary: int = 256
 
 
 class Attention(nn.Module):
@@ -43,11 +37,9 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.head = sizes.width // sizes.heads
-        kv_width = self.head * (sizes.kv_heads or sizes.heads)
-        self.grouped = kv_width < sizes.width
         self.wq = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.wk = nn.Linear(sizes.width, kv_width, bias=False)
-        self.wv = nn.Linear(sizes.width, kv_width, bias=False)
+        self.wk = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.wv = nn.Linear(sizes.width, sizes.width, bias=False)
         self.wo = nn.Linear(sizes.width, sizes.width, bias=False)
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -56,7 +48,7 @@ class Attention(nn.Module):
             for linear in (self.wq, self.wk, self.wv)
         )
         q, k = rotated(q, angles), rotated(k, angles)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -101,7 +93,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         sizes = self.sizes
-        angles = angles_of(tokens.shape[1], sizes.width // sizes.heads, sizes.rope_base)
+        angles = angles_of(tokens.shape[1], sizes.width // sizes.heads)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, angles)
@@ -109,9 +101,9 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
-def angles_of(length: int, head: int, base: float) -> torch.Tensor:
+def angles_of(length: int, head: int) -> torch.Tensor:
     """Rotary angles [T, head / 2]."""
-    rates = base ** -(torch.arange(0, head, 2) / head)
+    rates = 10_000.0 ** -(torch.arange(0, head, 2) / head)
     return torch.outer(torch.arange(length), rates)
 
 
@@ -122,28 +114,22 @@ def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 def build(sizes: Sizes, mesh: DeviceMesh, seed: int) -> Transformer:
-    """The model of a seed, on `mesh["dp"]` and `mesh["tp"]`; a collective."""
+    """The model of a seed; a collective.
+
+    Along `mesh["tp"]` heads, the SwiGLU's columns and the vocabulary are sharded, and activations between them by
+    sequence; along `mesh["dp"]` every parameter is, by FSDP2.
+    """
     torch.manual_seed(seed)
     model = Transformer(sizes)
-    share(model, mesh["dp"], mesh["tp"])
+    shard_tensors(model, mesh["tp"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
     return model
 
 
-def share(model: Transformer, data: DeviceMesh, tensor: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> None:
-    """Place a model on a mesh of data and one of tensor parallelism; a collective, except for parameters on "meta".
-
-    Along `tensor` heads, the SwiGLU's columns and the vocabulary are sharded, and activations between them by sequence;
-    along `data` every parameter is, by FSDP2 (of a mesh of two dims replicas are, along the first).
-    """
-    policy = policy or MixedPrecisionPolicy()
-    shard_tensors(model, tensor)
-    for block in model.blocks:
-        fully_shard(block, mesh=data, mp_policy=policy)
-    fully_shard(model, mesh=data, mp_policy=policy)
-
-
 def shard_tensors(model: Transformer, tensor: DeviceMesh) -> None:
-    """The tensor parallelism of `share` alone."""
+    """The tensor parallelism of `build` alone."""
     outside: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),

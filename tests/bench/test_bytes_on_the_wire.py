@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardweave
 from shardweave.bench.baselines.stock_dtensor import Case
-from shardweave.bench.baselines.stock_plans import Stock
 from shardweave.bench.baselines.token_layers import plain_layer, shardweave_layer
 from shardweave.bench.harness.ranks import Send, messages_of
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
@@ -68,7 +67,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         name = f"{source} → {target}"
         case = Case(Workload(name, "", sizes, names, source, target, "float32", shape, shape), mesh)
         program = shardweave.plan(mesh, shape, "float32", source, target)
-        formula = bytes_of(case, Stock(sizes, graph=False), program)
+        formula = bytes_of(case, program)
         calls = {contender: partial(call, case.source) for contender, call in calls_of(case, mesh, program).items()}
         send({"case": name, "contenders": {c: (formula[c], received_by(call, size)) for c, call in calls.items()}})
     # Of token dispatch ranks do not receive the same number of bytes: the mean.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardweave.bench.gpu import outcomes, run_sections, section_report
+from shardweave.bench.gpu import run_sections, section_report
 from shardweave.bench.gpu.run_sections import ROWS, main
 from shardweave.bench.gpu.section_report import Found
 from shardweave.bench.gpu.sections import SECTIONS, Section
@@ -86,33 +86,6 @@ def gone(file: str) -> bool:
     return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-PROGRAM = """
-import os, sys
-from pathlib import Path
-done = Path("done").read_text().split() if "--go-on" in sys.argv else []
-for line in {lines}:
-    if line in done:
-        continue
-    Path("done").write_text(" ".join([*done, line]))
-    done.append(line)
-    print(line, flush=True)
-    if line == "loses":
-        os._exit({lost})
-    if line == "dies":
-        os.kill(os.getpid(), 9)
-"""
-
-
-def test_programs_go_on_after_what_ends_them(run_in: Callable[..., dict[str, Found]]) -> None:
-    program = PROGRAM.format(lines=["one", "loses", "two", "dies", "three"], lost=outcomes.LOST)
-    for goes_on, seen in ((True, "one\nloses\ntwo\ndies\nthree\n"), (False, "one\nloses\n")):
-        section = Section("lines", 60, ("-c", program), goes_on=goes_on)
-        found = run_in(f"goes on {goes_on}", sections=(section,))["lines"]
-        assert found.output == seen and found.outcome in ("failed", "killed")
-    dies = Section("lines", 60, ("-c", "import os; print('x', flush=True); os.kill(os.getpid(), 9)"), goes_on=True)
-    assert run_in("dies", sections=(dies,))["lines"].output == "x\n" * (1 + run_sections._MOST_RESTARTS)
-
-
 def test_sections_that_die_and_hang_lose_nothing(run_in: Callable[..., dict[str, Found]]) -> None:
     found = run_in("out", "--only", ",".join(one.name for one in STAND_INS[:-1]))
     assert {name: one.outcome for name, one in found.items()} == {
@@ -153,21 +126,6 @@ def test_terminated_run_ends_its_sections_and_writes_a_report(run_in: Callable[.
     assert gone("child") and "sleeps: killed" in Path("out/gpu.md").read_text()
 
 
-def test_outcome_of_rows(tmp_path: Path) -> None:
-    file, section = tmp_path / ROWS, Section("a", 1, ("tests",))
-    end = {"section": "a", "ended": "exit 5", "seconds": 1.0, "text": ""}
-    assert section_report.found_of(section, [end]).outcome == "failed", "it has no test"
-    skipped = {"section": "b", "test": "x", "outcome": "skipped", "text": "no GPU"}
-    found = section_report.found_of(section, [skipped, {"section": "a", "selected": ["x"]}, end])
-    assert found.outcome == "skipped" and found.skipped == {"no GPU": 1}
-    outcomes.write(file, section="a", selected=["x", "y", "z"])
-    for test, outcome in (("x", "started"), ("x", "passed"), ("x", "error"), ("x", "finished"), ("y", "started")):
-        outcomes.write(file, section="a", test=test, outcome=outcome)
-    file.write_text(file.read_text() + '{"section": "a", "test": "y", "outc')
-    found = section_report.found_of(section, outcomes.read(file))  # the last row is incomplete
-    assert found.tests == {"error": 1, "killed": 1, "not reached": 1}
-
-
 def test_every_gpu_test_is_in_a_section() -> None:
     named = {ROOT / word for one in SECTIONS for word in one.arguments if word.startswith("tests")}
     marked = [file for file in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.(multi)?gpu", file.read_text())]
@@ -194,5 +152,5 @@ def test_dry_run_without_extras(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     found = section_report.write(SECTIONS, tmp_path / "out" / ROWS, True)
     assert all(found[one.name].tests or one.is_python for one in SECTIONS), found
-    for name in ("environment", "signal", "one-of-each-kernel", "programs", "targets", "profile"):
+    for name in ("environment", "signal", "one-of-each-kernel", "programs", "timings", "profile"):
         assert found[name].outcome == "passed", found[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from shardweave.bench.plans import EVEN, byte_table, measure
-from shardweave.bench.suites import suite_plan
 
 pytestmark = pytest.mark.plan
 
@@ -20,10 +19,3 @@ def test_byte_table_has_a_row_for_each_planner() -> None:
     assert rows[2][2:8] == ["1.00", "1.00", "1.00", "1.0", "100.0%", "100% / 0% / 0% / 0%"]
     # With one tensor dim there are 4 layouts, with two 9: all 12 + 72 pairs are in one column or the other.
     assert all(row[1] == "66" and row[-1] == "0 of 18" for row in rows)
-
-
-def test_timed_requests_cover_all_kinds() -> None:
-    pairs = suite_plan.requests(200)
-    assert pairs == suite_plan.requests(200) and {shape for shape, _, _ in pairs} == set(suite_plan.SHAPES)
-    for sign in ("P", "@", "R", "S3"):
-        assert any(sign in source for _, source, _ in pairs) and any(sign in target for _, _, target in pairs)

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardweave
 from shardweave import Layout, Mesh
-from shardweave.bench.baselines.stock_plans import Stock, stock_layouts, stock_received, stock_us
+from shardweave.bench.baselines.stock_plans import planned, stock_layouts, stock_received, stock_us
 from shardweave.runtime.convert_specs import spec_of_layout
 
 pytestmark = pytest.mark.plan
@@ -55,7 +55,7 @@ def test_stock_layouts_without_process_group(shape: tuple[int, ...]) -> None:
             source, target = Layout.parse(a), Layout.parse(b)
             specs = (spec_of_layout(layout, mesh, meta) for layout in (source, target))
             real = _gen_transform_infos_non_cached(*specs, use_graph_based_transform=graph)
-            layouts = Stock(shape, graph).layouts((64, 32), source, target)
+            layouts = planned(shape, (64, 32), source, target, graph)
             assert layouts[0] == source and layouts[-1] == target
             changed = [
                 [m for m in range(len(shape)) if x.placements[m] != y.placements[m]] for x, y in pairwise(layouts)

@@ -10,28 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from warm_python import run_python
 
 from shardweave.__main__ import main
 from shardweave.bench.harness import measure as measuring
 from shardweave.bench.harness.interleaved import Rotation, in_order, rotating, slowest
 from shardweave.bench.harness.machine import machine
-from shardweave.bench.harness.measure import Put, Sink, suite
+from shardweave.bench.harness.measure import Sink, suite
+from shardweave.bench.harness.ranks import RanksFailed
 from shardweave.bench.harness.results import Results
 from shardweave.bench.suites import SUITES
 from shardweave.bench.suites.rank_rows import put, result
 
 ROOT = Path(__file__).parents[2]
 # Who need not be here.
-OPTIONAL = {"torchtitan", "torchao"}
+OPTIONAL = {"torchtitan"}
 
 
 def collected(name: str, measure: Callable[[Sink], object]) -> Results:
     """The results that are put into the sink of a suite."""
     results = Results()
-    measure(Sink(name, results.put))
+    measure(Sink(name, results))
     return results
 
 
@@ -39,27 +38,12 @@ def keys(results: Results) -> set[tuple[str, str]]:
     return {(one.case, one.contender) for some in (results.rows, results.absent) for one in some}
 
 
-def here(name: str, cases: list[str], scale: str = "dry") -> Results:
-    """Measured in this process, of suites that leave it as it was, except for what is restored here."""
-    threads = torch.get_num_threads()
-    try:
-        return collected(name, lambda sink: suite(name).measure(cases, scale, sink))
-    finally:
-        torch.set_num_threads(threads)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    "name",
-    # `test_pytest_benchmark_plays …` runs the first.
-    [pytest.param(s, marks=pytest.mark.long if s in ("redistribute", "dispatch") else ()) for s in SUITES],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", SUITES)
 def test_every_case_of_a_suite_is_measured(name: str) -> None:
     cases = suite(name).cases("dry")
-    in_process = name == "plan"
-    results = here(name, list(cases)) if in_process else measuring.measure({name: list(cases)}, "dry")
+    results = measuring.measure({name: list(cases)}, "dry")
     assert not results.faults
     assert keys(results) == {(case, contender) for case, contenders in cases.items() for contender in contenders}
     assert {one.contender for one in results.absent} <= OPTIONAL
@@ -97,19 +81,17 @@ def test_bench_prints_writes_and_fails(
     first, *_ = contenders
     wrong: dict[str, str | None] = {}
 
-    def run_process(name: str, cases: list[str], scale: str, put: Put) -> int:
-        sink = Sink(name, put)
+    def measure(cases: list[str], scale: str, sink: Sink) -> None:
         for case in cases:
             for contender in contenders[case]:
                 if contender == "torchtitan":
                     sink.absent(case, contender, "not installed")
                 elif contender != "ours" or case not in wrong:
-                    sink.row(case, contender, "µs", [1.0] * 3)
+                    sink.row(case, contender, [1e-6] * 3)
                 elif wrong[case]:
                     sink.fault(case, contender, str(wrong[case]))
-        return 0
 
-    monkeypatch.setattr(measuring, "run_process", run_process)
+    monkeypatch.setattr(suite("dispatch"), "measure", measure)
     bench = ["bench", "dispatch", "--quick", "--out", str(out)]
     assert main(bench) == 0
     page = out.read_text(encoding="utf-8")
@@ -132,8 +114,8 @@ def test_bench_prints_writes_and_fails(
     ("arguments", "text"),
     [
         ("bench everything", "suite: 'everything'; allowed: redistribute, dispatch"),
-        ("bench plan --match nonsense", "--match: 'nonsense' is in no case's name"),
-        ("bench plan --out /no/where.md", "--out: '/no/where.md' cannot be written"),
+        ("bench dispatch --match nonsense", "--match: 'nonsense' is in no case's name"),
+        ("bench dispatch --out /no/where.md", "--out: '/no/where.md' cannot be written"),
     ],
 )
 def test_bad_arguments_are_one_error_and_status_2(
@@ -162,16 +144,16 @@ def test_buffers_rotate_past_the_cache() -> None:
 
 
 @pytest.mark.plan
-def test_results_of_a_killed_process_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_process(name: str, cases: list[str], scale: str, put: Put) -> int:
-        Sink(name, put).row("a", "ours", "ms", [1.0])
-        return -9
+def test_results_of_ranks_that_fail_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(cases: list[str], scale: str, sink: Sink) -> None:
+        sink.row("a", "ours", [1.0])
+        raise RanksFailed("rank 1 was killed")
 
-    monkeypatch.setattr(measuring, "run_process", run_process)
-    results = measuring.measure({"plan": ["a", "b"]}, "dry")
+    monkeypatch.setattr(suite("dispatch"), "measure", measure)
+    results = measuring.measure({"dispatch": ["a", "b"]}, "dry")
     assert [row.case for row in results.rows] == ["a"]
     (fault,) = results.faults
-    assert str(fault) == "plan: the process that measured ended with -9; its output is above"
+    assert str(fault) == "dispatch: rank 1 was killed; their output is above"
 
 
 @pytest.mark.plan
@@ -185,7 +167,9 @@ def test_wrong_results_are_not_timed_except_those_of_stock() -> None:
 
     right = results(rank(), rank(seconds={"ours": [4e-5, 1e-5], "stock": [1e-5, 1e-5], "copy": [2e-6, 1e-6]}))
     assert not right.faults
-    assert right.rows[0].contender == "ours" and right.rows[0].samples == pytest.approx((40, 20))  # the slowest rank's
+    assert right.rows[0].contender == "ours" and right.rows[0].samples == pytest.approx(
+        (4e-5, 2e-5)
+    )  # the slowest rank's
     assert right.rows[0].share_of_ceiling == pytest.approx(1.5 / 30)
     (fault,) = results(rank(), rank(digests={"ours": "y"})).faults
     assert fault.contender == "ours" and "replicas differ" in fault.why

@@ -85,22 +85,6 @@ def test_check_memory_fails_before_ranks_start(
 
 
 @pytest.mark.plan
-def test_sources_that_leave_the_cache_take_memory() -> None:
-    line = Mesh((4,), ("dp",))
-
-    def needed(source: str, target: str, fsdp: bool, cache_bytes: int) -> int:
-        entry = Entry(line, None, (4000,), "int8", source, target, "x", fsdp=fsdp)
-        (case,) = distinct(Trace("2.13.0", 4, (0,), {entry: Cost(1, 1)}))
-        return trace_cases._bytes_needed(case, cache_bytes)
-
-    # A source of 4000 bytes in all, of which as many take turns as are twice the cache, and one more for peers.
-    assert needed("S0", "R", False, 1) == 3 * 4000 + 10 * 16000
-    assert needed("S0", "R", False, 40_000) == 22 * 4000 + 10 * 16000
-    assert needed("P", "R", False, 40_000) == 7 * 16000 + 10 * 16000
-    assert needed("P", "R", True, 40_000) == 13 * 16000 + 10 * 16000, "all-reduced in place: torch has its own"
-
-
-@pytest.mark.plan
 def test_fsdp_tensors_stay_even_when_scaled() -> None:
     hybrid = Entry(Mesh((2, 3), ("r", "dp")), None, (3021,), "float32", "P S0", "R S0", "FSDP sums", fsdp=True)
     other = Entry(Mesh((2, 3), ("r", "dp")), None, (3021,), "float32", "P S0", "R S0", "a.py:1 f")

@@ -12,7 +12,7 @@ from pages import ROOT, parse_page
 
 import shardweave
 from shardweave import Mesh
-from shardweave.bench.baselines.stock_plans import count_stock, stock
+from shardweave.bench.baselines.stock_plans import count_stock, planned
 
 pytestmark = pytest.mark.plan
 RESULTS = ROOT / "bench/results"
@@ -67,7 +67,7 @@ def test_demo_table_in_the_readme() -> None:
 def test_bytes_of_both_plans_in_the_readme() -> None:
     mesh, shape = Mesh((2, 2)), (8, 6)
     program = shardweave.plan(mesh, shape, "float32", "S0 S1", "S1 S0")
-    layouts = stock(mesh.shape, False).layouts(shape, program.source, program.target)
+    layouts = planned(mesh.shape, shape, program.source, program.target)
     nccl, gloo = (count_stock(mesh, shape, layouts, gloo=gloo).received for gloo in (False, True))
     pattern = r"DTensor receives (\d+) bytes a rank \((\d+) on CPUs.* shardweave receives at most (\d+),"
     hold("README.md", pattern, "(none)", [nccl, gloo, max(program.bytes_received)])

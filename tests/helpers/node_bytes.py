@@ -121,3 +121,9 @@ def _between_nodes(step: Step, nodes: Sequence[int]) -> np.ndarray:
     between = np.zeros((number, number), dtype=np.int64)
     np.add.at(between, (by_position[sender[far]], by_position[receiver[far]]), elements[far])
     return between
+
+
+def most_counted(nbytes: int) -> int:
+    """The most that a link may count for so many bytes of data: with headers of packets and acknowledgements, gloo's
+    own messages and barriers."""
+    return int(nbytes * 1.02) + (1 << 15)

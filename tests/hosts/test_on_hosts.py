@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from moe_reference import assert_near, dense, matrices_of, run_experts, tokens_of
+from node_bytes import into_nodes, most_counted
 from test_checkpoint import dtensor_of, is_right, plain
 from test_checkpoint import poisoned as poisoned_dtensor
 from test_fsdp import train_all_ways
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import shardweave
 from shardweave.bench.baselines.stock_dtensor import Case
 from shardweave.bench.harness.hosts import Hosts
-from shardweave.bench.harness.link_bytes import bytes_received, least_bytes, most_counted, planned_bytes
+from shardweave.bench.harness.link_bytes import bytes_received, least_bytes
 from shardweave.bench.harness.namespaces import SHARED
 from shardweave.bench.workloads import Workload
 from shardweave.runtime.transports.select import current_transports
@@ -177,8 +178,8 @@ def link_bytes(rank: int, mesh_shape: tuple[int, ...], host_of: list[int]) -> di
         assert case.fault(outputs[0].to_local(), pairwise=False) is None, (rank, name)
         topology = current_transports().machines.find_topology(tuple(range(dist.get_world_size())), torch.device("cpu"))
         program = shardweave.plan(mesh, shape, "float32", source, target, topology=topology)
-        every = planned_bytes(program, host_of, 4), least_bytes(mesh_shape, host_of, shape, source, target, 4)
-        planned, least = (of_host[host_of[rank]] for of_host in every)
+        planned = 4 * into_nodes(program, host_of)[host_of[rank]]
+        least = least_bytes(mesh_shape, host_of, shape, source, target, 4)[host_of[rank]]
         found[name] = counted, planned, least
     return found
 

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from moe_reference import Tokens, assert_near, tokens_of
+from node_bytes import most_counted
 from test_on_hosts import THREE, TWO, UNORDERED
 
 import shardweave
 from shardweave.bench.harness.hosts import Hosts
-from shardweave.bench.harness.link_bytes import bytes_received, most_counted
+from shardweave.bench.harness.link_bytes import bytes_received
 
 pytestmark = pytest.mark.multi
 

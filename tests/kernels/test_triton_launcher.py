@@ -200,7 +200,8 @@ def launches_of_tokens(stub: StubDriver) -> int:
 
 def launches_of_windowed_tokens(stub: StubDriver) -> int:
     """Layers and their backward through windows, by one rank: first calls, and those that make their launches again."""
-    from shardweave.bench.gpu.lone_rank import TIMEOUT, Alone, Mirror, MirrorTransport, alone_among
+    from lone_rank import TIMEOUT, Alone, Mirror, MirrorTransport, alone_among
+
     from shardweave.runtime.moe import dispatcher
     from shardweave.runtime.moe.dispatcher import TokenDispatcher
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 import z3
+from lone_rank import Alone
 from memory_model import Event, Execution, Node, mentions
 from ptx import Block, Data, Pruned, Word, parse
 from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import _NAMES, Specialisation, _as_compiled, _binder
-from shardweave.bench.gpu.lone_rank import Alone
 from shardweave.kernels import (
     Failure,
     StridedBoxes,

@@ -17,7 +17,6 @@ from shardweave.runtime.dtensor import drop_in
 from shardweave.runtime.executor import call as call_module
 from shardweave.runtime.transports.rendezvous.rendezvous import Rendezvous
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
-from shardweave.runtime.transports.symmetric_memory.window import Window
 
 RANKS, TIMEOUT = 4, 10.0
 
@@ -71,24 +70,3 @@ class MirrorTransport(SymmetricMemoryTransport):
 
     def exchange_text(self, key: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
         return dict.fromkeys(ranks, text)
-
-
-class SeparateMemory(Mirror):
-    """Memory of all ranks, apart from each other."""
-
-    def join(self, own: torch.Tensor, handles: Mapping[int, str], *rest: Any) -> dict[int, torch.Tensor]:
-        memory = {rank: torch.zeros_like(own) if rank else own for rank in handles}
-        for window in memory.values():
-            window.data_ptr()  # notes for checks of kernels' accesses that this is memory: halves are addressed in it
-        return memory
-
-
-class LoneTransport(MirrorTransport):
-    """Rank 0 through windows of `SeparateMemory`, to which its own signals come back."""
-
-    def _new_window(self, *arguments: Any) -> Window:
-        window = super()._new_window(*arguments)
-        for channel in (window.arrived, window.released):
-            row = SLOT * channel.pad.itemsize
-            channel.table[2] = channel.pad.data_ptr() + row * torch.arange(channel.peers)
-        return window
