@@ -21,6 +21,7 @@ from .moe.activation import silu_and_mul
 from .moe.balance import BalancedExperts, balance_experts
 from .moe.dispatcher import TokenDispatcher
 from .moe.move_experts import move_experts, sum_replicas
+from .moe.options import DispatchOptions
 from .moe.parallel_style import ExpertParallel
 from .moe.pending import PendingTokens
 from .moe.permute_indices import generate_permute_indices
@@ -69,6 +70,7 @@ else:
 
 __all__ = [
     "BalancedExperts",
+    "DispatchOptions",
     "ExpertParallel",
     "FSDPAllGather",
     "FSDPReduceScatter",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from functools import cached_property, wraps
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -22,26 +21,18 @@ from ...kernels import (
     MOST_PHYSICAL_EXPERTS,
     PAYLOADS,
     QUANTIZATIONS,
-    QuantizationName,
     QuantizedRows,
     block_rows,
     block_width,
     column_words,
     uploaded,
 )
-from ...planner import SPLITS, Splits
+from ...planner import SPLITS
 from ..environment import requested_poison
 from .node_ranks import NodeRanks, numbered
+from .options import DispatchOptions, OverflowPolicy, RowsLayout, SavedRows, ScaleLayout, check_options
 from .packed_rows import PackedRows, packed_rows
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-OverflowPolicy = Literal["raise", "drop"]
-RowsLayout = Literal["grouped", "batched"]
-SavedRows = Literal["buffer", "redispatch", "copy"]
-ScaleLayout = Literal["blocked"]
-OF_ROWS = "payloads", "quantize", "scale_layout"
-"""Settings that change what `routed.x` is: not for callers that pass it to experts as it is."""
 MOST_POOLED_BUFFERS = 1 << 10
 MOST_RANKS = 1 << 20
 MOST_SMS = 1 << 10
@@ -51,12 +42,12 @@ ZERO_ROWS_UP_TO = 1.5
 
 
 @dataclass(frozen=True)
-class DispatchConfig:
-    """The settings of a token dispatcher, equal on all of its ranks. `TokenDispatcher` documents them.
+class DispatchConfig(DispatchOptions):
+    """The settings of a token dispatcher, equal on all of its ranks: its options, and what `TokenDispatcher` takes
+    beside them.
 
     The constructor validates the settings and replaces defaults by the values that they stand for. Rank r has the
-    physical experts bounds[r] to bounds[r + 1] (exclusive). Configs that differ only in how equal sizes were given are
-    equal.
+    physical experts bounds[r] to bounds[r + 1] (exclusive).
 
     Raises:
         ArgumentError: a number, name or map that is not allowed.
@@ -74,24 +65,6 @@ class DispatchConfig:
     hidden: int
     max_tokens: int
     dtype: torch.dtype = torch.bfloat16
-    capacity: int | float | None = field(default=None, compare=False)
-    expert_capacity: int | None = None
-    align: int = 1
-    overflow: OverflowPolicy = "raise"
-    layout: RowsLayout = "grouped"
-    expert_map: Sequence[Sequence[int]] | None = field(default=None, compare=False)
-    save: SavedRows = "buffer"
-    pooled_buffers: int = 1
-    chunk_capacity: int | float | None = None
-    splits: Splits | None = field(default=None, compare=False)
-    zero_rows: bool | None = None
-    num_sms: int | None = field(default=None, compare=False)
-    two_level: bool | None = None
-    dedupe: bool | None = None
-    payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None = None
-    quantize: QuantizationName | None = None
-    quantize_output: QuantizationName | None = None
-    scale_layout: ScaleLayout | None = None
 
     packed: PackedRows | None = field(init=False, compare=False)
     """Where payloads lie in a row of dispatch; None: rows are those of x."""
@@ -111,6 +84,18 @@ class DispatchConfig:
     expert e."""
     expert_of: tuple[int, ...] = field(init=False)
     """The expert of each physical expert; empty likewise."""
+
+    @classmethod
+    def of(
+        cls, ranks: int, nodes: Sequence[Hashable] | None = None, *, options: DispatchOptions, **model: Any
+    ) -> DispatchConfig:
+        """Return the config of these options and the settings that describe the model.
+
+        Raises:
+            ArgumentError: a number, name or map that is not allowed.
+        """
+        check_options(options)
+        return cls(ranks, nodes, **model, **vars(options))
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -234,6 +219,7 @@ class DispatchConfig:
                 rows = min(rows, on_one_rank * round_up(self.expert_capacity, self.align))
         else:
             rows = round_up(_capacity_rows("capacity", capacity, self.most_pairs), self.align)
+            self._set(capacity=capacity if isinstance(capacity, float) else int(capacity))
         zero_rows = self.zero_rows
         if zero_rows is None:
             # Independent of the number of ranks: otherwise experts that process all rows would see NaN on more ranks.
@@ -454,56 +440,3 @@ def _place_experts(
         own = {expert: physical for physical, (r, expert) in reversed(list(enumerate(placed))) if r == rank}
         table.append(tuple(own.get(e, physical[rank % len(physical)]) for e, physical in enumerate(replicas)))
     return tuple(bounds), tuple(table), tuple(expert for _, expert in placed)
-
-
-if TYPE_CHECKING:
-
-    class DispatchSettings(TypedDict, total=False):
-        """The types of DispatchConfig's settings, for type checkers: they do not expand `**settings` otherwise."""
-
-        num_experts: int
-        top_k: int
-        hidden: int
-        max_tokens: int
-        dtype: torch.dtype
-        capacity: int | float | None
-        expert_capacity: int | None
-        align: int
-        overflow: OverflowPolicy
-        layout: RowsLayout
-        expert_map: Sequence[Sequence[int]] | None
-        save: SavedRows
-        pooled_buffers: int
-        chunk_capacity: int | float | None
-        splits: Splits | None
-        zero_rows: bool | None
-        num_sms: int | None
-        two_level: bool | None
-        dedupe: bool | None
-        payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None
-        quantize: QuantizationName | None
-        quantize_output: QuantizationName | None
-        scale_layout: ScaleLayout | None
-
-
-def takes_settings(*without: str) -> Callable[[Function], Function]:
-    """Replace a function's `**settings` by the settings of DispatchConfig in its signature, and bind calls to it."""
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        *named, settings = signature.parameters.values()
-        assert settings.kind is settings.VAR_KEYWORD, f"{function.__name__}: its last parameter is {settings}"
-        taken = [p for p in inspect.signature(DispatchConfig).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        taken = [p for p in taken if p.name not in without]
-        first = [p for p in named if p.kind is not p.KEYWORD_ONLY]
-        signature = signature.replace(parameters=[*first, *taken, *named[len(first) :]])
-
-        @wraps(function)
-        def bound(*args: Any, **given: Any) -> Any:
-            signature.bind(*args, **given)
-            return function(*args, **given)
-
-        bound.__signature__ = signature  # type: ignore[attr-defined]
-        return bound  # type: ignore[return-value]
-
-    return decorate

@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 
 
@@ -18,9 +19,15 @@ def test_dispatch_and_combine(device, dtype, layout):
     """Expert e multiplies by e + 1; rows beyond the capacity of expert 0 are dropped."""
     ranks, experts, k, hidden = 3, 4, 3, 24
     d = VirtualTokenDispatcher(
-        ranks, num_experts=experts, top_k=k, hidden=hidden, max_tokens=6, dtype=dtype, align=4, device=device,
-        expert_capacity=8, overflow="drop", layout=layout, zero_rows=True,
-    )  # fmt: skip
+        ranks,
+        num_experts=experts,
+        top_k=k,
+        hidden=hidden,
+        max_tokens=6,
+        dtype=dtype,
+        device=device,
+        options=DispatchOptions(align=4, expert_capacity=8, overflow="drop", layout=layout, zero_rows=True),
+    )
     g = torch.Generator().manual_seed(1)
     counts = [6, 0, 3]
     ids = [torch.randint(-1, experts, (n, k), generator=g) for n in counts]
@@ -91,7 +98,14 @@ def test_sendrecv_launches_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     def train(align: int, one_sided: bool) -> set[tuple[str, frozenset]]:
         launched.clear()
         d = VirtualTokenDispatcher(
-            3, num_experts=4, top_k=2, hidden=16, max_tokens=2, dtype=torch.float32, align=align, one_sided=one_sided
+            3,
+            num_experts=4,
+            top_k=2,
+            hidden=16,
+            max_tokens=2,
+            dtype=torch.float32,
+            one_sided=one_sided,
+            options=DispatchOptions(align=align),
         )
         xs, weights = [[torch.rand(2, n, requires_grad=True) for _ in range(3)] for n in (16, 2)]
         routed = d.dispatch(xs, [torch.randint(0, 4, (2, 2)) for _ in range(3)], weights)
@@ -114,9 +128,14 @@ def test_sendrecv_launches_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None
 def test_replays_of_a_cuda_graph(overflow):
     """Replays with new tokens, after more buffers than there are cached tables."""
     d = VirtualTokenDispatcher(
-        2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow=overflow,
-        expert_capacity=16, zero_rows=True,
-    )  # fmt: skip
+        2,
+        num_experts=5,
+        top_k=2,
+        hidden=64,
+        max_tokens=32,
+        device="cuda",
+        options=DispatchOptions(align=8, overflow=overflow, expert_capacity=16, zero_rows=True),
+    )
     given = [
         [torch.zeros(n, 64, dtype=torch.bfloat16, device="cuda") for n in (32, 7)],
         [torch.zeros(n, 2, dtype=torch.int64, device="cuda") for n in (32, 7)],
@@ -151,9 +170,14 @@ def test_replays_of_a_cuda_graph(overflow):
             assert not any(r.x[int(r.num_rows) :].any() for r in received)
             results = [y.clone() for y in captured]
             other = VirtualTokenDispatcher(
-                2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow="drop",
-                expert_capacity=16,
-            )  # fmt: skip
+                2,
+                num_experts=5,
+                top_k=2,
+                hidden=64,
+                max_tokens=32,
+                device="cuda",
+                options=DispatchOptions(align=8, overflow="drop", expert_capacity=16),
+            )
             routed = other.dispatch(*given)
             want = other.combine([r.x for r in routed], routed)
             assert all(torch.equal(a, b) for a, b in zip(results, want, strict=True))

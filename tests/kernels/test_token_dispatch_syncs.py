@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from sync_guard import SyncGuard, SyncRefused, on_the_host
 from variants import crossed
@@ -109,7 +110,10 @@ def test_dispatch_does_not_synchronise(device, algorithm, number, monkeypatch):
     given = SETTINGS[number]
     given = {**given, "overflow": "drop"} if "chunk_capacity" in algorithm else given
     d = VirtualTokenDispatcher(
-        3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **algorithm, **given
+        3,
+        **with_options(
+            num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **algorithm, **given
+        ),
     )
     weighted, again = number % 2 == 0, given.get("save") == "redispatch"
     before = stats().host_reads.total()

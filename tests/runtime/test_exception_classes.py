@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import shardweave
 from shardweave import errors
 from shardweave.errors import ShardweaveError
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.transports.shared_memory import allocator
 from shardweave.runtime.transports.shared_memory.tensors import SharedPool
 
@@ -44,7 +45,7 @@ def unsupported(rank: int) -> None:
 
 def capacity(rank: int) -> None:
     dispatcher = shardweave.TokenDispatcher(
-        num_experts=RANKS, top_k=1, hidden=4, max_tokens=4, dtype=torch.float32, capacity=2
+        num_experts=RANKS, top_k=1, hidden=4, max_tokens=4, dtype=torch.float32, options=DispatchOptions(capacity=2)
     )
     dispatcher.dispatch(torch.ones(4, 4), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
     dispatcher.check()

@@ -27,10 +27,11 @@ from ...executor.call import binding
 from ...executor.dispatch_modes import is_fake, under_modes
 from ...transports.choose_transport import TransportName
 from ..autograd import note_written
-from ..config import DispatchConfig, OverflowPolicy
+from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens, empty_record
 from ..dispatcher import TokenDispatcher
 from ..operations import DISPATCH, seen_by_modes
+from ..options import DispatchOptions, OverflowPolicy
 from ..overflow import LATEST, Overflow
 from ..transfer.levels import with_splits
 
@@ -152,10 +153,13 @@ class SwitchEngine:
         self._group, self._transport, self._splits = group, transport, splits
         self.rows, self.device, self._most_bytes = rows, device, max_token_bytes
         self._dispatchers: dict[tuple[Any, ...], TokenDispatcher] = {}
+        self._of_common = DispatchOptions(
+            capacity=rows, overflow=overflow, pooled_buffers=0, splits=splits, zero_rows=True, two_level=False,
+            dedupe=False,
+        )  # fmt: skip
         self.common = TokenDispatcher(
             group, num_experts=num_experts, top_k=1, hidden=max(1, max_token_bytes // 4), max_tokens=max_tokens,
-            dtype=torch.float32, capacity=rows, overflow=overflow, pooled_buffers=0, splits=splits, zero_rows=True,
-            two_level=False, dedupe=False, device=device, transport=transport,
+            dtype=torch.float32, options=self._of_common, device=device, transport=transport,
         )  # fmt: skip
         config, me = self.common.config, self.common.transfers[0].me
         # Errors name the arguments of TokenSwitch.
@@ -180,8 +184,8 @@ class SwitchEngine:
             return [counts, *handle.tensors()]
 
         def fake(topk_idx: torch.Tensor) -> list[torch.Tensor]:
-            config, transfer = self.common.config, self.common.transfers[0]
-            of_layout = replace(config, **self._settings(layout, topk_idx.shape[1]))
+            transfer = self.common.transfers[0]
+            of_layout = self._config(layout, topk_idx.shape[1], self._options(layout, topk_idx.shape[1]))
             weights = topk_idx.new_empty(self.rows, dtype=torch.float32)
             record = empty_record(of_layout, transfer.me, len(topk_idx), weights, transfer.in_chunks)
             by_k = [topk_idx.new_empty(self.rows, topk_idx.shape[1], dtype=torch.int64) for _ in range(2)]
@@ -343,30 +347,39 @@ class SwitchEngine:
                 if key not in self._dispatchers:
                     self._dispatchers[key] = TokenDispatcher(
                         self._group,
-                        **self._settings(layout, top_k),
+                        **self._sizes(layout, top_k),
                         hidden=hidden,
                         dtype=dtype,
+                        options=self._options(layout, top_k),
                         device=self.device,
                         transport=self._transport,
                     )
         return self._dispatchers[key]
 
-    def _settings(self, layout: str, top_k: int) -> dict[str, Any]:
+    def _sizes(self, layout: str, top_k: int) -> dict[str, Any]:
+        common = self.common.config
+        experts = common.ranks if layout == "flat" else common.num_experts
+        return {"num_experts": experts, "top_k": top_k, "max_tokens": common.max_tokens}
+
+    def _config(self, layout: str, top_k: int, options: DispatchOptions) -> DispatchConfig:
+        """Return the config of the dispatchers, for rows as large as those of `common`."""
+        c = self.common.config
+        return DispatchConfig.of(
+            c.ranks, c.nodes, **self._sizes(layout, top_k), hidden=c.hidden, dtype=c.dtype, options=options
+        )
+
+    def _options(self, layout: str, top_k: int) -> DispatchOptions:
         common, transfer = self.common.config, self.common.transfers[0]
-        settings: dict[str, Any] = {
-            "num_experts": common.ranks if layout == "flat" else common.num_experts, "top_k": top_k,
-            "max_tokens": common.max_tokens, "capacity": self.rows, "overflow": "drop", "pooled_buffers": 0,
-            "splits": self._splits, "zero_rows": True, "two_level": False, "dedupe": False,
-        }  # fmt: skip
+        options = replace(self._of_common, overflow="drop")
         if self._splits is None and self.device.type == "cuda" and not transfer.transport.one_sided:
             # Equal for rows of all sizes, since chunks are part of a record.
-            largest = DispatchConfig(common.ranks, **settings, hidden=common.hidden, dtype=common.dtype)
+            largest = self._config(layout, top_k, options)
             assert common.nodes is not None
             chosen, _ = with_splits(largest, common.nodes)
-            settings["splits"] = chosen.splits or "host"
-        if settings["splits"] == "fixed" and layout == "flat":
-            settings["chunk_capacity"] = common.max_tokens
-        return settings
+            options = replace(options, splits=chosen.splits or "host")
+        if options.splits == "fixed" and layout == "flat":
+            options = replace(options, chunk_capacity=common.max_tokens)
+        return options
 
     def _ranks_of(self, topk_idx: torch.Tensor) -> torch.Tensor:
         """Return the rank of each expert, int64 [T, K]. -1: no expert, or the rank of an earlier k; W: a bad id."""

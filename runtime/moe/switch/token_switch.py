@@ -18,9 +18,10 @@ from ....kernels import has_contiguous_rows
 from ....planner import Splits
 from ...executor.dispatch_modes import below_modes, hidden_from_modes, under_modes
 from ...transports.choose_transport import TransportName
-from ..config import MOST_ROWS, OverflowPolicy, whole_number
+from ..config import MOST_ROWS, whole_number
 from ..engine import device_of
 from ..operations import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
+from ..options import OverflowPolicy
 from .checks import check_expert_tokens, check_layout, check_out, check_outputs, check_tokens, check_topk_idx
 from .engine import RoutingHandle, SwitchEngine
 

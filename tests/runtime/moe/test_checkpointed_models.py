@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dispatcher_settings import with_options
 from rank_processes import end_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +45,7 @@ class MoE(nn.Module):
         self.experts = Experts(E if kind == "parallel" else E // world)
         self.dispatcher: Any = None
         if kind == "parallel":
-            style = shardweave.ExpertParallel(top_k=K, hidden=H, max_tokens=T, dtype=DTYPE, **settings)
+            style = shardweave.ExpertParallel(**with_options(top_k=K, hidden=H, max_tokens=T, dtype=DTYPE, **settings))
             parallelize_module(self, init_device_mesh("cpu", (world,)), {"experts": style})
         if kind == "torchtitan":
             config = shardweave.TorchtitanDispatcher.Config(num_experts=E, top_k=K, num_max_tokens_per_rank=T)
@@ -60,7 +61,7 @@ class MoE(nn.Module):
             return self.dispatcher.combine(self.experts(rows, counts.cumsum(0)), metadata, x)
         if self.dispatcher is None:
             sizes = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": T, "dtype": DTYPE}
-            self.dispatcher = shardweave.TokenDispatcher(**sizes, **self.settings)
+            self.dispatcher = shardweave.TokenDispatcher(**with_options(**sizes, **self.settings))
         d = self.dispatcher
         phases = self.kind == "phases"
         routed = d.dispatch_start(x, ids, weights).finish() if phases else d.dispatch(x, ids, weights)

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import run_ranks
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +16,7 @@ from shardweave.errors import ArgumentError, CapacityError
 from shardweave.runtime.moe import ops
 from shardweave.runtime.moe.dispatch_record import Tokens
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.transports.in_process import InProcessTransport
 
@@ -29,7 +31,7 @@ def forgotten():
 
 def virtual(**given) -> VirtualTokenDispatcher:
     settings = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 16, "dtype": torch.float32, "align": 4}
-    return VirtualTokenDispatcher(2, **{**settings, **given})
+    return VirtualTokenDispatcher(2, **with_options(**{**settings, **given}))
 
 
 def leaves(count: int, routing: str = "holes", dtype: torch.dtype = torch.float32):
@@ -327,7 +329,9 @@ def test_operator_of_destroyed_dispatcher_raises():
 
 def as_one_rank(rank: int, backend: str | None, compiling: int, layers: int) -> list:
     """Layers of one dispatcher, T differs by rank, compiled on the first ranks; returns results and gradients."""
-    d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, align=4)
+    d = TokenDispatcher(
+        num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, options=DispatchOptions(align=4)
+    )
 
     def layer(x, weights, ids):
         for _ in range(layers):
@@ -354,7 +358,9 @@ def test_processes_compiled(backend, compiling, layers):
 
 def blocks_of_one_rank(rank: int, backend: str | None) -> list:
     """Two blocks, each compiled, and two microbatches, whose backward follows both; returns results and gradients."""
-    d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, align=4)
+    d = TokenDispatcher(
+        num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, options=DispatchOptions(align=4)
+    )
 
     def block(x, weights, ids):
         routed = d.dispatch(x, ids, weights)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardweave.kernels.tokens.compiled_loops import Loop
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 
 T, H, K, E, RANKS = 300, 768, 3, 8, 2
 WRITTEN_BY_INDEX = {"index_copy_": 2, "index_add_": 2, "index_fill_": 2}  # the argument with the indices
@@ -64,7 +65,14 @@ def counted(rank: int) -> list[dict[str, Any]]:
     collected, mode = [], RowsWritten()
     note_loops(mode)
     for save in ("buffer", "copy"):
-        d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=T, dtype=torch.float32, align=8, save=save)
+        d = TokenDispatcher(
+            num_experts=E,
+            top_k=K,
+            hidden=H,
+            max_tokens=T,
+            dtype=torch.float32,
+            options=DispatchOptions(align=8, save=save),
+        )
         mode.take()
         with seen_inside(), mode:
             routed = d.dispatch(x, t.ids, weights)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import interpreted, run_ranks
 from test_output_buffer import capturing
@@ -47,7 +48,7 @@ def rows_for(routed: Any) -> torch.Tensor:
 
 def without_padding(kind: str) -> list[list[torch.Tensor]]:
     """The results of each step on each rank."""
-    d = VirtualTokenDispatcher(SIZE, **SETTINGS, **KINDS[kind])
+    d = VirtualTokenDispatcher(SIZE, **with_options(**SETTINGS, **KINDS[kind]))
     results = []
     with torch.no_grad():
         for step in range(len(STEPS)):
@@ -63,7 +64,9 @@ class Step:
 
     def __init__(self, rank: int, kind: str, transport: str) -> None:
         self.rank = rank
-        self.dispatcher = TokenDispatcher(**SETTINGS, **KINDS[kind], pooled_buffers=4, transport=transport)
+        self.dispatcher = TokenDispatcher(
+            **with_options(**SETTINGS, **KINDS[kind], pooled_buffers=4, transport=transport)
+        )
         self.first = self.dispatcher.config.bounds[rank]
         self.x = torch.full((T, H), float("nan"), dtype=torch.bfloat16)
         self.ids, self.weights = torch.full((T, K), -1), torch.full((T, K), float("nan"))

@@ -9,12 +9,14 @@ from collections import Counter
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, tokens_of
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 from variants import crossed
 
 from shardweave.errors import ArgumentError, CapacityError
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer.levels import two_sided_transfer
 from shardweave.runtime.statistics import stats
@@ -115,7 +117,13 @@ GRID = [
 @pytest.mark.parametrize("weighted", [True, False])
 def test_dispatch_and_combine_equal_dense(ranks, counts, k, experts, hidden, align, dtype, routing, weighted):
     d = VirtualTokenDispatcher(
-        ranks, num_experts=experts, top_k=k, hidden=hidden, max_tokens=max(counts), dtype=dtype, align=align
+        ranks,
+        num_experts=experts,
+        top_k=k,
+        hidden=hidden,
+        max_tokens=max(counts),
+        dtype=dtype,
+        options=DispatchOptions(align=align),
     )
     tokens = [tokens_of(r, n, k, experts, hidden, dtype, routing) for r, n in enumerate(counts)]
     tokens[0].add = torch.ones_like(tokens[0].x)
@@ -130,7 +138,9 @@ def test_dispatch_and_combine_equal_dense(ranks, counts, k, experts, hidden, ali
 
 @pytest.mark.parametrize("ranks", [16, pytest.param(64, marks=pytest.mark.long)])
 def test_many_ranks(ranks):
-    d = VirtualTokenDispatcher(ranks, num_experts=100, top_k=3, hidden=4, max_tokens=3, dtype=torch.float32, align=2)
+    d = VirtualTokenDispatcher(
+        ranks, num_experts=100, top_k=3, hidden=4, max_tokens=3, dtype=torch.float32, options=DispatchOptions(align=2)
+    )
     tokens = [tokens_of(r, r % 4, 3, 100, 4, torch.float32, "holes") for r in range(ranks)]
     check(d, tokens, matrices_of(100, 4, torch.float32), torch.float32)
 
@@ -138,9 +148,14 @@ def test_many_ranks(ranks):
 def test_replicated_experts():
     """Expert 1 is on all ranks, at different positions; the replicas' gradients add up."""
     d = VirtualTokenDispatcher(
-        3, num_experts=4, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4,
-        expert_map=[[1, 0], [3, 1], [2, 1, 2, 0]],
-    )  # fmt: skip
+        3,
+        num_experts=4,
+        top_k=2,
+        hidden=8,
+        max_tokens=9,
+        dtype=torch.float32,
+        options=DispatchOptions(align=4, expert_map=[[1, 0], [3, 1], [2, 1, 2, 0]]),
+    )
     assert d.config.bounds == (0, 2, 4, 8)
     # The own replica (the first), else replica r mod n.
     assert d.config.physical_expert_of == ((1, 0, 4, 2), (7, 3, 6, 2), (7, 5, 4, 2))
@@ -163,9 +178,14 @@ def test_load_of_replicated_experts(capacity):
     """Replicas add up; the second replica of expert 2 on the last rank gets no pairs. Bad ids are not counted."""
     experts_of = [[1, 0], [3, 1], [2, 1, 0, 2]]
     d = VirtualTokenDispatcher(
-        3, num_experts=4, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, expert_map=experts_of,
-        expert_capacity=capacity, overflow="drop",
-    )  # fmt: skip
+        3,
+        num_experts=4,
+        top_k=2,
+        hidden=8,
+        max_tokens=9,
+        dtype=torch.float32,
+        options=DispatchOptions(expert_map=experts_of, expert_capacity=capacity, overflow="drop"),
+    )
     tokens = [tokens_of(r, 9 - 4 * r, 2, 4, 8, torch.float32, "holes") for r in range(3)]
     tokens[0].ids[0, 0] = 7
     per_physical_expert, per_expert = [0] * 8, [0] * 4
@@ -191,9 +211,14 @@ def test_load_of_replicated_experts(capacity):
 def test_batched(ranks, experts, most, capacity):
     """Including ranks without experts, a capacity of 0, and no tokens."""
     d = VirtualTokenDispatcher(
-        ranks, num_experts=experts, top_k=2, hidden=8, max_tokens=most, dtype=torch.float32, expert_capacity=capacity,
-        align=8, layout="batched", overflow="drop",
-    )  # fmt: skip
+        ranks,
+        num_experts=experts,
+        top_k=2,
+        hidden=8,
+        max_tokens=most,
+        dtype=torch.float32,
+        options=DispatchOptions(expert_capacity=capacity, align=8, layout="batched", overflow="drop"),
+    )
     tokens = [tokens_of(r, most, 2, experts, 8, torch.float32, "uniform") for r in range(ranks)]
     matrices = matrices_of(experts, 8, torch.float32)
     kept = first_of_each_expert(tokens, experts, 0 if capacity is None else capacity)
@@ -222,9 +247,14 @@ def first_of_each_expert(tokens: list[Tokens], experts: int, most: int) -> list[
 @pytest.mark.parametrize("routing", ["zipf", "hot", "holes"])
 def test_rows_beyond_expert_capacity_are_dropped(routing, layout):
     d = VirtualTokenDispatcher(
-        3, num_experts=4, top_k=3, hidden=8, max_tokens=7, dtype=torch.float32, expert_capacity=6, overflow="drop",
-        layout=layout,
-    )  # fmt: skip
+        3,
+        num_experts=4,
+        top_k=3,
+        hidden=8,
+        max_tokens=7,
+        dtype=torch.float32,
+        options=DispatchOptions(expert_capacity=6, overflow="drop", layout=layout),
+    )
     tokens = [tokens_of(r, 7 - 2 * r, 3, 4, 8, torch.float32, routing) for r in range(3)]
     kept = first_of_each_expert(tokens, 4, 6)
     routed = check(d, tokens, matrices_of(4, 8, torch.float32), torch.float32, kept=kept)
@@ -237,9 +267,14 @@ def test_rows_beyond_expert_capacity_are_dropped(routing, layout):
 def test_rows_beyond_capacity_are_dropped():
     """One expert per rank and a buffer of 8 rows."""
     d = VirtualTokenDispatcher(
-        2, num_experts=2, top_k=1, hidden=8, max_tokens=20, dtype=torch.float32, capacity=0.35, align=4,
-        overflow="drop",
-    )  # fmt: skip
+        2,
+        num_experts=2,
+        top_k=1,
+        hidden=8,
+        max_tokens=20,
+        dtype=torch.float32,
+        options=DispatchOptions(capacity=0.35, align=4, overflow="drop"),
+    )
     assert d.config.rows == 8
     tokens = [tokens_of(r, 20, 1, 2, 8, torch.float32, "uniform") for r in range(2)]
     routed = check(d, tokens, matrices_of(2, 8, torch.float32), torch.float32, kept=first_of_each_expert(tokens, 2, 8))
@@ -268,9 +303,17 @@ def fitting_in_chunks(tokens: list[Tokens], destination_of: list[int], most: int
 def test_rows_beyond_chunk_capacity_are_dropped(most, expert_capacity, routing, layout):
     experts, destination_of = 5, [0, 0, 1, 1, 2]
     d = VirtualTokenDispatcher(
-        3, num_experts=experts, top_k=3, hidden=8, max_tokens=7, dtype=torch.float32, overflow="drop", align=4,
-        layout=layout, expert_capacity=expert_capacity, one_sided=False, chunk_capacity=most,
-    )  # fmt: skip
+        3,
+        num_experts=experts,
+        top_k=3,
+        hidden=8,
+        max_tokens=7,
+        dtype=torch.float32,
+        one_sided=False,
+        options=DispatchOptions(
+            overflow="drop", align=4, layout=layout, expert_capacity=expert_capacity, chunk_capacity=most
+        ),
+    )
     assert d.config.chunk_capacity == min(most, 21) and d.config.bounds == (0, 2, 4, 5)
     tokens = [tokens_of(r, 7 - 2 * r, 3, experts, 8, torch.float32, routing) for r in range(3)]
     there = fitting_in_chunks(tokens, destination_of, most)
@@ -287,7 +330,14 @@ def test_rows_beyond_chunk_capacity_are_dropped(most, expert_capacity, routing, 
 
 def test_check_raises_for_chunk_capacity():
     d = VirtualTokenDispatcher(
-        2, num_experts=2, top_k=1, hidden=8, max_tokens=8, dtype=torch.float32, one_sided=False, chunk_capacity=0.5
+        2,
+        num_experts=2,
+        top_k=1,
+        hidden=8,
+        max_tokens=8,
+        dtype=torch.float32,
+        one_sided=False,
+        options=DispatchOptions(chunk_capacity=0.5),
     )
     assert d.config.chunk_capacity == 2
     t = tokens_of(0, 8, 1, 2, 8, torch.float32, "hot")
@@ -301,7 +351,13 @@ def test_check_raises_for_chunk_capacity():
 
 def test_capacity_of_zero():
     d = VirtualTokenDispatcher(
-        2, num_experts=3, top_k=2, hidden=4, max_tokens=3, dtype=torch.float32, capacity=0, overflow="drop"
+        2,
+        num_experts=3,
+        top_k=2,
+        hidden=4,
+        max_tokens=3,
+        dtype=torch.float32,
+        options=DispatchOptions(capacity=0, overflow="drop"),
     )
     tokens = [tokens_of(r, 3, 2, 3, 4, torch.float32, "uniform") for r in range(2)]
     nothing = [torch.zeros(3, 2, dtype=torch.bool)] * 2
@@ -317,7 +373,13 @@ def lossy() -> tuple[VirtualTokenDispatcher, tuple]:
 
 def test_overflow_drop_queues_no_checks():
     d = VirtualTokenDispatcher(
-        2, num_experts=4, top_k=2, hidden=4, max_tokens=3, dtype=torch.float32, overflow="drop", expert_capacity=1
+        2,
+        num_experts=4,
+        top_k=2,
+        hidden=4,
+        max_tokens=3,
+        dtype=torch.float32,
+        options=DispatchOptions(overflow="drop", expert_capacity=1),
     )
     for _ in range(3):
         assert int(d.dispatch(*lossy()[1])[0].dropped) > 0
@@ -355,7 +417,9 @@ def test_bad_ids_act_as_minus_one():
 
 def test_several_dispatches_in_flight():
     """Two microbatches of different T, combined and differentiated out of order."""
-    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4)
+    d = VirtualTokenDispatcher(
+        2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, options=DispatchOptions(align=4)
+    )
     batches = [
         [tokens_of(r, n + r, 2, 3, 8, torch.float32, "holes", seed) for r in range(2)] for seed, n in ((1, 8), (2, 3))
     ]
@@ -397,7 +461,7 @@ def test_training_after_inference(one_sided):
     matrices = matrices_of(3, 8, torch.float32)
     settings = {"num_experts": 3, "top_k": 2, "hidden": 8, "max_tokens": 5, "dtype": torch.float32}
     with torch.inference_mode():
-        d = VirtualTokenDispatcher(2, **settings, one_sided=one_sided)
+        d = VirtualTokenDispatcher(2, **with_options(**settings, one_sided=one_sided))
         routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
         out = [torch.full((5, 8), float("nan")) for _ in tokens]
         d.combine([r.x for r in routed], routed, out=out)
@@ -419,7 +483,9 @@ def test_gradients_cannot_be_differentiated():
 
 def test_unused_rows_masked_as_documented():
     """Elementwise operations over all rows, with a parameter whose gradient sums over them."""
-    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4)
+    d = VirtualTokenDispatcher(
+        2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, options=DispatchOptions(align=4)
+    )
     tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "holes") for r in range(2)]
     scale = torch.tensor(1.5, requires_grad=True)
     xs = [leaf(t.x) for t in tokens]
@@ -440,7 +506,9 @@ def test_unused_rows_masked_as_documented():
 
 def test_activation_checkpointing():
     """Backward runs forward again, with dispatch and combine; gradients are equal."""
-    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32, align=4)
+    d = VirtualTokenDispatcher(
+        2, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32, options=DispatchOptions(align=4)
+    )
     tokens = [tokens_of(r, 5 - r, 2, 3, 8, torch.float32, "holes") for r in range(2)]
 
     def layer(x0, x1, w0, w1, experts):
@@ -462,7 +530,7 @@ def test_activation_checkpointing():
 def test_offsets_fit_grouped_mm(align):
     if not hasattr(torch, "_grouped_mm"):
         pytest.skip("this torch has no _grouped_mm")
-    d = VirtualTokenDispatcher(2, num_experts=5, top_k=2, hidden=16, max_tokens=9, align=align)
+    d = VirtualTokenDispatcher(2, num_experts=5, top_k=2, hidden=16, max_tokens=9, options=DispatchOptions(align=align))
     tokens = [tokens_of(r, 9, 2, 5, 16, torch.bfloat16, "uniform") for r in range(2)]
     matrices = matrices_of(5, 16, torch.bfloat16)
     for rank, r in enumerate(d.dispatch(*zip(*[(t.x, t.ids, t.weights) for t in tokens], strict=True))):
@@ -503,7 +571,9 @@ def test_strided_arguments():
 )
 def test_arguments_may_be_overwritten_after_dispatch(kind, phases):
     """Forward and backward are of what was dispatched, whatever the dtypes of ids and weights."""
-    d = VirtualTokenDispatcher(4, num_experts=6, top_k=3, hidden=8, max_tokens=5, dtype=torch.float32, **kind)
+    d = VirtualTokenDispatcher(
+        4, **with_options(num_experts=6, top_k=3, hidden=8, max_tokens=5, dtype=torch.float32, **kind)
+    )
     matrices = matrices_of(6, 8, torch.float32)
     for ids_dtype, weights_dtype in itertools.product((torch.int64, torch.int32), (torch.float32, torch.float64)):
         tokens = [tokens_of(r, n, 3, 6, 8, torch.float32, "holes") for r, n in enumerate((5, 0, 3, 4))]
@@ -527,7 +597,7 @@ def test_arguments_may_be_overwritten_after_dispatch(kind, phases):
 
 def test_x_of_redispatch_that_was_overwritten_is_refused() -> None:
     sizes = {"num_experts": 2, "top_k": 1, "hidden": 4, "max_tokens": 2, "dtype": torch.float32}
-    d = VirtualTokenDispatcher(1, **sizes, save="redispatch")
+    d = VirtualTokenDispatcher(1, **with_options(**sizes, save="redispatch"))
     x, ids = torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64)
     (routed,) = d.dispatch([x], [ids], [torch.ones(2, 1)])
     x.zero_()
@@ -556,7 +626,7 @@ def test_weights_that_need_gradients_of_a_dispatch_without_are_refused() -> None
 @pytest.mark.parametrize("one_sided", [True, False])
 def test_gradients_of_weights_of_several_combines_and_of_row_weights_add(one_sided: bool) -> None:
     settings = {"num_experts": 6, "top_k": 2, "hidden": 8, "max_tokens": 5, "dtype": torch.float32}
-    d = VirtualTokenDispatcher(3, one_sided=one_sided, **settings)
+    d = VirtualTokenDispatcher(3, **with_options(one_sided=one_sided, **settings))
     tokens = [tokens_of(r, 5, 2, 6, 8, torch.float32, "uniform") for r in range(3)]
     xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
     routed = d.dispatch(xs, [t.ids for t in tokens], weights)

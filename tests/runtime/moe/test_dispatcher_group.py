@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import run_ranks
 
@@ -23,9 +24,17 @@ def groups_of_requests(rank: int, settings: dict[str, Any]) -> tuple[int, bool]:
     if rank == 1:
         return 0, True
     d = shardweave.TokenDispatcher(
-        group, num_experts=EXPERTS, top_k=K, hidden=HIDDEN, max_tokens=MOST, dtype=torch.float32,
-        transport="process_group", **settings,
-    )  # fmt: skip
+        group,
+        **with_options(
+            num_experts=EXPERTS,
+            top_k=K,
+            hidden=HIDDEN,
+            max_tokens=MOST,
+            dtype=torch.float32,
+            transport="process_group",
+            **settings,
+        ),
+    )
     transport, groups = d._transport, list[Any]()
     begin = transport.begin
 

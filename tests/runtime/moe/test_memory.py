@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import matrices_of, run_experts, tokens_of
 from rank_processes import run_ranks
 from torch.utils.checkpoint import checkpoint
@@ -57,7 +58,7 @@ def test_gradients_are_equal_for_all_saves(one_sided, weighted, given, monkeypat
     tokens = [tokens_of(r, 9 - 2 * r, K, E, H, torch.float32, "holes") for r in range(2)]
     collected, held, runs = [], [], []
     for save in SAVES:
-        d = VirtualTokenDispatcher(2, **settings(save, **given), one_sided=one_sided)
+        d = VirtualTokenDispatcher(2, **with_options(**settings(save, **given), one_sided=one_sided))
         run = d.run
         runs.append(0)
 
@@ -92,7 +93,7 @@ def test_gradients_are_equal_for_all_saves(one_sided, weighted, given, monkeypat
 
 def test_redispatch_twice_in_flight_and_checkpointed(monkeypatch):
     Allocated(monkeypatch)
-    d = VirtualTokenDispatcher(2, **settings("redispatch"))
+    d = VirtualTokenDispatcher(2, **with_options(**settings("redispatch")))
     tokens = [tokens_of(r, 5, K, E, H, torch.float32, "holes") for r in range(2)]
 
     def layer(x0, x1):
@@ -120,7 +121,7 @@ def test_redispatch_twice_in_flight_and_checkpointed(monkeypatch):
 
 
 def test_redispatch_refuses_backward_without_combine():
-    d = VirtualTokenDispatcher(1, **settings("redispatch"))
+    d = VirtualTokenDispatcher(1, **with_options(**settings("redispatch")))
     t = tokens_of(0, 5, K, E, H, torch.float32, "uniform")
     (routed,) = d.dispatch([t.x.clone().requires_grad_()], [t.ids], [t.weights])
     with routed.kept():
@@ -135,7 +136,7 @@ def each_transport(rank: int) -> list:
 
 
 def as_one_rank(rank: int, save: str, transport: str) -> list:
-    d = TokenDispatcher(**settings(save), transport=transport)
+    d = TokenDispatcher(**with_options(**settings(save), transport=transport))
     t = tokens_of(rank, 9 - 4 * rank, K, E, H, torch.float32, "holes")
     x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
     routed = d.dispatch(x, t.ids, weights)

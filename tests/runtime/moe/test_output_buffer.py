@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from rank_processes import interpreted, run_ranks
 from test_processes import SETTINGS, given, leaf, raw
 from test_symmetric import transport_of
@@ -61,7 +62,7 @@ def layer(d: Any, rank: int, i: int, write: str | None) -> list[bytes]:
 
 def lent(rank: int, transport: str, settings: dict[str, Any]) -> list[bool]:
     """Whether each output was left where it is; all results equal those of experts without lent memory."""
-    d = shardweave.TokenDispatcher(**{**SETTINGS, **settings}, transport=transport)
+    d = shardweave.TokenDispatcher(**with_options(**{**SETTINGS, **settings}, transport=transport))
     in_place, offer = [], window.offer_rows
 
     def offered(source: Any, target: Any, *rest: Any) -> None:
@@ -101,7 +102,7 @@ def test_interpreted_kernels_read_lent_buffers() -> None:
 @torch.no_grad()
 def misused(rank: int) -> None:
     """What is not the lent tensor itself is copied; a lent buffer is lent again only when peers have read it."""
-    d = shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 3}, transport="symmetric_memory")
+    d = shardweave.TokenDispatcher(**with_options(**{**SETTINGS, "pooled_buffers": 3}, transport="symmetric_memory"))
     pool = d.transfers[0]._pool
     t = given(rank, 1)
     routed = d.dispatch(t.x, t.ids, t.weights)
@@ -136,7 +137,7 @@ def test_misuse_of_lent_buffers_costs_copies() -> None:
 @torch.no_grad()
 def only_one(rank: int) -> None:
     """With one pooled buffer the received rows have it."""
-    d = shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 1}, transport="symmetric_memory")
+    d = shardweave.TokenDispatcher(**with_options(**{**SETTINGS, "pooled_buffers": 1}, transport="symmetric_memory"))
     pool, t = d.transfers[0]._pool, given(rank, 1)
     routed = d.dispatch(t.x, t.ids, t.weights)
     before = stats().copies.total()
@@ -161,7 +162,7 @@ def capturing() -> Iterator[None]:
 @torch.no_grad()
 def in_graphs(rank: int) -> None:
     """A graph lends memory only if it has the dispatch, and does not free what an eager combine lent."""
-    d = shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 5}, transport="symmetric_memory")
+    d = shardweave.TokenDispatcher(**with_options(**{**SETTINGS, "pooled_buffers": 5}, transport="symmetric_memory"))
     pool, held, t = d.transfers[0]._pool, d.transfers[0]._window.after_acquire, given(rank, 1)
     routed = d.dispatch(t.x, t.ids, t.weights)
     want = d.combine(routed.x * 2, routed)
@@ -196,7 +197,7 @@ def test_graphs_lend_buffers_behind_their_dispatch() -> None:
 @torch.no_grad()
 def replayed(rank: int) -> None:
     """Experts and combine in a graph, replayed with other values."""
-    d = shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 3}, transport="symmetric_memory")
+    d = shardweave.TokenDispatcher(**with_options(**{**SETTINGS, "pooled_buffers": 3}, transport="symmetric_memory"))
     t = given(rank, 1)
     routed = d.dispatch(t.x, t.ids, t.weights)
     out = routed.output_buffer()
@@ -220,7 +221,8 @@ def test_graph_of_experts_and_combine_is_replayed() -> None:
 def layers(rank: int) -> None:
     """Two buffers are enough for any number of layers: one for rows, one for what experts write."""
     dispatchers = [
-        shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 2}, transport="symmetric_memory") for _ in range(4)
+        shardweave.TokenDispatcher(**with_options(**{**SETTINGS, "pooled_buffers": 2}, transport="symmetric_memory"))
+        for _ in range(4)
     ]
     t = given(rank, 1)
     for _ in range(2):
@@ -253,7 +255,7 @@ class Experts(nn.Module):
 def styled(rank: int, transport: str) -> None:
     mesh, experts = init_device_mesh("cpu", (3,)), Experts()
     settings = {name: value for name, value in SETTINGS.items() if name != "num_experts"}
-    style = shardweave.ExpertParallel(**{**settings, "pooled_buffers": 2}, transport=transport)
+    style = shardweave.ExpertParallel(**with_options(**{**settings, "pooled_buffers": 2}, transport=transport))
     parallelize_module(nn.ModuleDict({"experts": experts}), mesh, {"experts": style})
     t = given(rank, 2)
     want = experts(t.x, t.ids, t.weights)  # gradients are recorded: nothing is lent

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from rank_processes import interpreted, run_ranks
 from test_processes import poisoned as poison_shared_memory
 from torch.utils import _pytree
@@ -18,6 +19,7 @@ from shardweave.kernels import QUANTIZATIONS
 from shardweave.kernels.tokens.quantize_rows import quantize_rows_reference
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.statistics import stats
 from shardweave.runtime.transports.in_process import InProcessTransport
@@ -163,9 +165,18 @@ def check_virtual(
     size = len(counts)
     nodes = {"nodes": [r // 2 for r in range(size)]} if KINDS[kind].get("two_level") else {}
     d = VirtualTokenDispatcher(
-        size, num_experts=experts, top_k=k, hidden=H, max_tokens=max(counts), payloads=payloads, **settings,
-        **KINDS[kind], **nodes,
-    )  # fmt: skip
+        size,
+        **with_options(
+            num_experts=experts,
+            top_k=k,
+            hidden=H,
+            max_tokens=max(counts),
+            payloads=payloads,
+            **settings,
+            **KINDS[kind],
+            **nodes,
+        ),
+    )
     given = [random_bytes(n, payloads, seed + r) for r, n in enumerate(counts)]
     ids = [ids_of(n, k, experts, seed + r) for r, n in enumerate(counts)]
     weights = [torch.rand(n, k, generator=torch.Generator().manual_seed(r)) for r, n in enumerate(counts)]
@@ -194,7 +205,14 @@ def test_payloads_of_odd_memory() -> None:
              torch.randn(3, 2, 5).permute(2, 1, 0), z.conj().imag[:, None].expand(5, 2, 3)]  # fmt: skip
     assert given[0].is_conj() and given[4].is_neg()
     for n in (5, 1):
-        d = VirtualTokenDispatcher(1, num_experts=1, top_k=1, hidden=2, max_tokens=5, payloads=[*many, (wide.dtype, 6)])
+        d = VirtualTokenDispatcher(
+            1,
+            num_experts=1,
+            top_k=1,
+            hidden=2,
+            max_tokens=5,
+            options=DispatchOptions(payloads=[*many, (wide.dtype, 6)]),
+        )
         payloads = [p[:n] for p in given] + [wide.expand(n, 6)]
         (r,) = d.dispatch([payloads], [torch.zeros(n, 1, dtype=torch.int64)], [torch.ones(n, 1)])
         for got, want in zip(r.payloads, payloads, strict=True):
@@ -232,7 +250,7 @@ def forwarded(rank: int, transport: str, settings: dict[str, Any], rounds: int =
     poison_shared_memory()
     size, experts_of = 3, [[0, 1], [2, 3], [4]]
     payloads = settings.pop("payloads")
-    d = TokenDispatcher(**SETTINGS, payloads=payloads, transport=transport, **settings)
+    d = TokenDispatcher(**with_options(**SETTINGS, payloads=payloads, transport=transport, **settings))
     held = []
     for i in range(rounds):
         counts = [(5 * r + 3 * i) % 13 for r in range(size)]
@@ -299,7 +317,7 @@ def test_payloads_by_interpreted_kernels() -> None:
 
 
 def quantized_rounds(rank: int, transport: str | None, quantize: str) -> list[bytes]:
-    d = TokenDispatcher(**SETTINGS, quantize=quantize, transport=transport)
+    d = TokenDispatcher(**with_options(**SETTINGS, quantize=quantize, transport=transport))
     return results_of(*one_round(d, [rank]))
 
 
@@ -334,7 +352,7 @@ def results_of(xs: Any, ids: Any, ws: Any, routed: Any, rows: Any, ys: Any) -> l
 def test_quantized_rows_equal_reference(quantize: str, kind: str) -> None:
     """Elements and scales are those of the definition; gradients are those of rows that were not quantized."""
     nodes = {"nodes": [0, 1, 1]} if KINDS[kind].get("two_level") else {}
-    d = VirtualTokenDispatcher(3, **SETTINGS, quantize=quantize, **KINDS[kind], **nodes)
+    d = VirtualTokenDispatcher(3, **with_options(**SETTINGS, quantize=quantize, **KINDS[kind], **nodes))
     xs, ids, ws, routed, rows, ys = one_round(d, range(3))
     how = QUANTIZATIONS[quantize]
     pairs = [quantize_rows_reference(x.detach(), how) for x in xs]
@@ -348,7 +366,7 @@ def test_quantized_rows_equal_reference(quantize: str, kind: str) -> None:
                 q, s = (t[row[1]].float() for t in given[row[0]])
                 s = s if how.group is None else s.repeat_interleave(how.group)[:H]
                 assert torch.equal(values[place], (q * s).bfloat16())
-    plain = VirtualTokenDispatcher(3, **SETTINGS, **KINDS[kind], **nodes)
+    plain = VirtualTokenDispatcher(3, **with_options(**SETTINGS, **KINDS[kind], **nodes))
     again = [x.detach().clone().requires_grad_() for x in xs]
     of_plain = plain.dispatch(again, ids, [w.detach() for w in ws])
     outputs = [r.x * (torch.arange(len(r.x)) % 7 + 1.0).bfloat16()[:, None] for r in of_plain]
@@ -361,7 +379,7 @@ def test_quantized_rows_equal_reference(quantize: str, kind: str) -> None:
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hierarchical", "symmetric_memory"])
 def test_quantized_among_processes(transport: str) -> None:
     for quantize in ("fp8_row", "mxfp8") if transport == "shared_memory" else ("fp8_128",):
-        d = VirtualTokenDispatcher(3, **SETTINGS, quantize=quantize)
+        d = VirtualTokenDispatcher(3, **with_options(**SETTINGS, quantize=quantize))
         want = one_round(d, range(3))
         got = run_ranks(quantized_rounds, 3, transport, quantize)
         for rank in range(3):
@@ -372,14 +390,14 @@ def test_quantized_among_processes(transport: str) -> None:
 @pytest.mark.multi
 def test_quantized_by_interpreted_kernels() -> None:
     names = ("fp8_row", "fp8_128", "mxfp8")
-    d = [VirtualTokenDispatcher(3, **SETTINGS, quantize=quantize) for quantize in names]
+    d = [VirtualTokenDispatcher(3, **with_options(**SETTINGS, quantize=quantize)) for quantize in names]
     want = [results_of(*[part[1:2] for part in one_round(of, range(3))]) for of in d]
     code = f"[t.run_ranks(t.quantized_rounds, 3, 'symmetric_memory', q)[1] for q in {names}]"
     assert interpreted("test_payloads", code) == repr(want)
 
 
 def virtual(**settings: Any) -> VirtualTokenDispatcher:
-    return VirtualTokenDispatcher(2, **{**SETTINGS, **settings})
+    return VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, **settings}))
 
 
 def given(payloads: Any = FP8) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]:
@@ -486,9 +504,13 @@ def test_layouts_that_scaled_grouped_mm_takes(quantize: str) -> None:
     """By the checks of torch's own meta function. "fp8_row": as they are; "mxfp8": once scales are in blocks."""
     k, n, experts = 64, 48, 3
     d = VirtualTokenDispatcher(
-        1, num_experts=experts, top_k=2, hidden=k, max_tokens=8, align=32 if quantize == "mxfp8" else 16,
-        quantize=quantize,
-    )  # fmt: skip
+        1,
+        num_experts=experts,
+        top_k=2,
+        hidden=k,
+        max_tokens=8,
+        options=DispatchOptions(align=32 if quantize == "mxfp8" else 16, quantize=quantize),
+    )
     (r,) = d.dispatch([torch.randn(8, k).bfloat16()], [ids_of(8, 2, experts, 0)], [torch.ones(8, 2)])
 
     def meta(x: torch.Tensor) -> torch.Tensor:
@@ -511,7 +533,7 @@ def compiled_rounds(rank: int, transport: str, backend: str) -> None:
     """Under torch.compile as without it: payloads, quantized rows and gradients."""
     batched: dict[str, Any] = {"quantize": "fp8_row", "layout": "batched"}
     for settings in [{"payloads": FP8}, {"quantize": "fp8_128"}, *[batched] * (backend == "inductor")]:
-        d = TokenDispatcher(**SETTINGS, **settings, transport=transport)
+        d = TokenDispatcher(**with_options(**SETTINGS, **settings, transport=transport))
         ids, weights = ids_of(7, 3, 5, rank), torch.rand(7, 3, generator=torch.Generator().manual_seed(rank))
         x: Any = random_bytes(7, FP8, rank)
         if "quantize" in settings:
@@ -554,6 +576,8 @@ def test_payloads_compiled_by_inductor() -> None:
 
 def test_one_element_of_any_stride() -> None:
     numbers = torch.randn(4, 7, dtype=torch.complex128)
-    d = VirtualTokenDispatcher(1, num_experts=1, top_k=1, hidden=2, max_tokens=1, payloads=[(torch.complex128, ())])
+    d = VirtualTokenDispatcher(
+        1, num_experts=1, top_k=1, hidden=2, max_tokens=1, options=DispatchOptions(payloads=[(torch.complex128, ())])
+    )
     (routed,) = d.dispatch([[numbers[:1, 3]]], [torch.zeros(1, 1, dtype=torch.int64)], [torch.ones(1, 1)])
     assert routed.payloads[0][0] == numbers[0, 3]

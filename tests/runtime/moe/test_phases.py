@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import matrices_of, run_experts, tokens_of
 from rank_processes import end_ranks, run_ranks
 from test_processes import SETTINGS, E, H, K, given, leaf, poisoned, raw, virtual_rounds
@@ -30,7 +31,7 @@ ROUNDS = 3
 
 def phased_rounds(rank: int, transport: str | None, **more: Any) -> list[bytes]:
     """`test_processes.rounds_of` with the rounds in flight together: a dispatch in inference mode, then others."""
-    d = TokenDispatcher(**SETTINGS, **more, transport=transport)
+    d = TokenDispatcher(**with_options(**SETTINGS, **more, transport=transport))
     low, high = d.config.bounds[rank : rank + 2]
     with torch.inference_mode():
         t = given(rank, 0)
@@ -100,7 +101,7 @@ def test_phases_between_nodes():
 def test_phases_of_virtual_ranks():
     tokens = [tokens_of(rank, 4 + rank, K, E, H, torch.bfloat16, "holes") for rank in range(3)]
     given_tokens = [t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens]
-    d = VirtualTokenDispatcher(3, **SETTINGS)
+    d = VirtualTokenDispatcher(3, **with_options(**SETTINGS))
     matrices = matrices_of(E, H, torch.bfloat16)
     found = []
     for phases in (False, True):
@@ -117,7 +118,7 @@ def test_phases_of_virtual_ranks():
 
 
 def test_phases_are_not_for_graphs_of_torch_compile(monkeypatch):
-    d = VirtualTokenDispatcher(1, **SETTINGS)
+    d = VirtualTokenDispatcher(1, **with_options(**SETTINGS))
     t = tokens_of(0, 4, K, E, H, torch.bfloat16, "holes")
     routed = d.dispatch([t.x], [t.ids], [t.weights])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -128,7 +129,7 @@ def test_phases_are_not_for_graphs_of_torch_compile(monkeypatch):
 
 
 def test_finish_after_an_interrupt_and_on_several_threads():
-    d = VirtualTokenDispatcher(1, **SETTINGS)
+    d = VirtualTokenDispatcher(1, **with_options(**SETTINGS))
     t = tokens_of(0, 4, K, E, H, torch.bfloat16, "holes")
     first, second = (d.dispatch_start([t.x], [t.ids], [t.weights]) for _ in range(2))
     complete, interrupted = first._complete, []
@@ -154,7 +155,7 @@ def test_finish_after_an_interrupt_and_on_several_threads():
 def test_finish_after_other_active_ranks_is_refused():
     t = tokens_of(0, 4, K, E, H, torch.bfloat16, "holes")
     given = [t.x.detach().requires_grad_()] * 2, [t.ids] * 2, [t.weights] * 2
-    d = VirtualTokenDispatcher(2, **SETTINGS)
+    d = VirtualTokenDispatcher(2, **with_options(**SETTINGS))
     routed = d.dispatch(*given)
     pending = d.dispatch_start(*given), d.combine_start([r.x for r in routed], routed)
     d.set_active_ranks([0])
@@ -167,7 +168,7 @@ def test_finish_after_other_active_ranks_is_refused():
 
 def small(transport: str, **more: Any) -> TokenDispatcher:
     settings = {"num_experts": 4, "top_k": 1, "hidden": 8, "max_tokens": 4, "dtype": torch.float32}
-    return TokenDispatcher(**(settings | more), transport=transport)
+    return TokenDispatcher(**with_options(**settings | more, transport=transport))
 
 
 def of_value(value: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from rank_processes import end_ranks, interpreted, run_ranks
 from test_payloads import KINDS, ids_of, random_bytes, raw
 from test_processes import poisoned as poison_shared_memory
@@ -17,6 +17,7 @@ from shardweave.kernels import BLOCK_ROWS, QUANTIZATIONS
 from shardweave.kernels.tokens.quantize_rows import quantize_rows_reference
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.parallel_style import ExpertParallel
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 
@@ -118,8 +119,8 @@ def test_blocks_equal_rearranged_scales(kind: str, case: int) -> None:
     nodes = {"nodes": [0, 0, 1]} if KINDS[kind].get("two_level") else {}
     settings = {"num_experts": E, "top_k": K, "hidden": hidden, "max_tokens": max(counts), **rows_setting(rows)}
     settings |= {**more, **KINDS[kind], **nodes}
-    plain = VirtualTokenDispatcher(SIZE, **settings)
-    blocked = VirtualTokenDispatcher(SIZE, **settings, scale_layout="blocked")
+    plain = VirtualTokenDispatcher(SIZE, **with_options(**settings))
+    blocked = VirtualTokenDispatcher(SIZE, **with_options(**settings, scale_layout="blocked"))
     for seed in range(2):
         xs, ids, weights = tokens_of(counts, hidden, settings.get("payloads"), seed)
         for one, other in zip(blocked.dispatch(xs, ids, weights), plain.dispatch(xs, ids, weights), strict=True):
@@ -137,7 +138,7 @@ def test_dequantized_rows_and_gradients_are_those_without_blocks(layout: str) ->
                                 "layout": layout, "align": 4}  # fmt: skip
     results = []
     for more in ({}, {"scale_layout": "blocked"}):
-        d = VirtualTokenDispatcher(SIZE, **settings, **more)
+        d = VirtualTokenDispatcher(SIZE, **with_options(**settings, **more))
         xs, ids, weights = tokens_of([90, 0, 71], 40, None)
         xs = [x.requires_grad_() for x in xs]
         routed = d.dispatch(xs, ids, [w.requires_grad_() for w in weights])
@@ -154,8 +155,8 @@ def test_what_is_behind_the_last_group(monkeypatch: pytest.MonkeyPatch, poison: 
     """Bytes of ones where unused rows are poisoned; padding inside groups is zero nevertheless."""
     monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", poison)
     settings: dict[str, Any] = {"num_experts": E, "top_k": K, "hidden": 40, "max_tokens": 200, "quantize": "mxfp8"}
-    plain = VirtualTokenDispatcher(SIZE, **settings, zero_rows=False)
-    blocked = VirtualTokenDispatcher(SIZE, **settings, zero_rows=False, scale_layout="blocked")
+    plain = VirtualTokenDispatcher(SIZE, **with_options(**settings, zero_rows=False))
+    blocked = VirtualTokenDispatcher(SIZE, **with_options(**settings, zero_rows=False, scale_layout="blocked"))
     given = tokens_of([200, 0, 5], 40, None)
     for one, other in zip(blocked.dispatch(*given), plain.dispatch(*given), strict=True):
         check_scale(one, other)
@@ -168,8 +169,8 @@ def rounds_of(rank: int, transport: str, more: dict[str, Any], rounds: int = 3) 
     poison_shared_memory()
     rows, hidden = more.pop("rows", "mxfp8"), more.pop("hidden", 40)
     settings = {"num_experts": E, "top_k": K, "hidden": hidden, "max_tokens": 90, **rows_setting(rows), **more}
-    plain = TokenDispatcher(**settings, transport=transport)
-    blocked = TokenDispatcher(**settings, transport=transport, scale_layout="blocked")
+    plain = TokenDispatcher(**with_options(**settings, transport=transport))
+    blocked = TokenDispatcher(**with_options(**settings, transport=transport, scale_layout="blocked"))
     held = []
     for i in range(rounds):
         counts = ([90, 0, 71], [90, 0, 71], [0, 0, 0], [5, 3, 88])[i % 4]
@@ -231,8 +232,18 @@ COMPILED: list[dict[str, Any]] = [{"align": 8}, {"layout": "batched"}, {"zero_ro
 def compiled_rounds(rank: int, backend: str, settings: list[dict[str, Any]]) -> None:
     """Under torch.compile, equal to eager results."""
     for more in settings:
-        d = TokenDispatcher(num_experts=E, top_k=K, hidden=16, max_tokens=60, transport="shared_memory",
-                            payloads=NVFP4, scale_layout="blocked", **more)  # fmt: skip
+        d = TokenDispatcher(
+            **with_options(
+                num_experts=E,
+                top_k=K,
+                hidden=16,
+                max_tokens=60,
+                transport="shared_memory",
+                payloads=NVFP4,
+                scale_layout="blocked",
+                **more,
+            )
+        )
         xs, ids, weights = (of[rank] for of in tokens_of([60, 41], 16, NVFP4))
 
         def layer(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -285,19 +296,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("settings, message", REFUSED)
 def test_refused_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        VirtualTokenDispatcher(2, **SETTINGS, **settings)
+        VirtualTokenDispatcher(2, **with_options(**SETTINGS, **settings))
 
 
-def test_callers_that_pass_rows_to_experts_do_not_take_it() -> None:
-    settings: dict[str, Any] = {"num_experts": E, "hidden": 8, "max_tokens": 9, "top_k": K}
-    taken = {name: value for name, value in settings.items() if name in signature(ExpertParallel.__init__).parameters}
-    ExpertParallel(**taken)
-    with pytest.raises(TypeError, match="scale_layout"):
-        ExpertParallel(**taken, scale_layout="blocked")
+@pytest.mark.parametrize(
+    "given", [{"scale_layout": "blocked"}, {"payloads": NVFP4}, {"quantize": "mxfp8"}, {"layout": "batched"}]
+)
+def test_callers_that_pass_rows_to_experts_refuse_options_of_rows(given: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"^{next(iter(given))}: .*; allowed here: .*, since the module gets"):
+        ExpertParallel(top_k=K, hidden=8, max_tokens=9, options=DispatchOptions(**given))
 
 
 def refusing(rank: int, settings: list[dict[str, Any]]) -> str:
-    d = TokenDispatcher(**SETTINGS, transport="shared_memory", **settings[rank])
+    d = TokenDispatcher(**with_options(**SETTINGS, transport="shared_memory", **settings[rank]))
     d.dispatch(torch.zeros(4, 40, dtype=torch.bfloat16), torch.zeros(4, K, dtype=torch.int64), torch.ones(4, K))
     return "dispatched"
 
@@ -341,7 +352,8 @@ def dispatched(hidden: int, align: int, device: str = "cpu") -> tuple[Any, Any]:
     x = torch.randn(200, hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
     given = [[t.to(device)] for t in (x, ids, torch.ones(200, 2))]
     blocked, plain = (
-        VirtualTokenDispatcher(1, **settings, scale_layout=s).dispatch(*given)[0] for s in ("blocked", None)
+        VirtualTokenDispatcher(1, **with_options(**settings, scale_layout=s)).dispatch(*given)[0]
+        for s in ("blocked", None)
     )
     return blocked, plain
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import hashlib
 import inspect
@@ -16,11 +15,11 @@ from moe_reference import tokens_of
 import shardweave
 from shardweave.errors import ArgumentError
 from shardweave.kernels import RowLaunch
-from shardweave.runtime.moe import config as config_module
+from shardweave.runtime.moe import options as options_module
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
 from shardweave.runtime.moe.transfer import base, push, sendrecv
 from shardweave.runtime.moe.transfer.base import ROUTING
 from shardweave.runtime.moe.transfer.levels import with_splits
@@ -92,7 +91,6 @@ def test_config_rows_and_fingerprints():
     assert one(capacity=1.25).rows == 10
     assert one(expert_capacity=3, align=4).rows == 8
     assert one().fingerprint(1) != one(save="copy").fingerprint(1) and one().fingerprint(1) != one().fingerprint(2)
-    assert one(num_sms=3) == one() and one(num_sms=3).fingerprint(1) == one().fingerprint(1)
     assert one().fingerprint(1) != one(align=8).fingerprint(1) and one().fingerprint(1) == one().fingerprint(1)
 
 
@@ -199,7 +197,14 @@ def test_config_is_hashed_once(monkeypatch):
 
 def test_explain_states_chunks():
     d = VirtualTokenDispatcher(
-        2, num_experts=5, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, capacity=10, align=4, one_sided=False
+        2,
+        num_experts=5,
+        top_k=2,
+        hidden=8,
+        max_tokens=4,
+        dtype=torch.float32,
+        one_sided=False,
+        options=DispatchOptions(capacity=10, align=4),
     )
     text = d.explain()
     assert "one chunk of exact size" in text and "expert output that peers read" not in text
@@ -210,7 +215,13 @@ def test_explain_states_chunks():
 
 def test_explain_states_memory():
     d = VirtualTokenDispatcher(
-        2, num_experts=5, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, capacity=10, align=4
+        2,
+        num_experts=5,
+        top_k=2,
+        hidden=8,
+        max_tokens=4,
+        dtype=torch.float32,
+        options=DispatchOptions(capacity=10, align=4),
     )
     text = d.explain()
     assert "5 experts as 5 physical experts, 2 to 3 per rank" in text and "12 rows per rank" in text
@@ -252,7 +263,14 @@ def test_num_sms_limits_programs(one_sided: bool, monkeypatch: pytest.MonkeyPatc
             module, name, lambda *a, function=function, **b: launches.extend(rows_of(a)) or function(*a, **b)
         )
     d = VirtualTokenDispatcher(
-        2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, num_sms=20, one_sided=one_sided
+        2,
+        num_experts=4,
+        top_k=2,
+        hidden=8,
+        max_tokens=4,
+        dtype=torch.float32,
+        one_sided=one_sided,
+        options=DispatchOptions(num_sms=20),
     )
     tokens = [[v] * 2 for v in (torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))]
     routed = d.dispatch(*tokens)
@@ -273,21 +291,28 @@ def test_splits_are_chosen_by_price() -> None:
 
 
 @pytest.mark.plan
-def test_settings_are_declared_alike() -> None:
-    """The types for checkers, and torchtitan's config, follow DispatchConfig."""
-    others = ("ranks", "nodes", "active_ranks")
-    settings = {f.name: f for f in dataclasses.fields(DispatchConfig) if f.init and f.name not in others}
-    tree = ast.parse(inspect.getsource(config_module))
-    (declared,) = [node for node in ast.walk(tree) if getattr(node, "name", "") == "DispatchSettings"]
-    types = {node.target.id: ast.unparse(node.annotation) for node in declared.body if isinstance(node, ast.AnnAssign)}
-    assert types == {name: f.type for name, f in settings.items()}
-    for f in dataclasses.fields(TorchtitanDispatcher.Config):
-        if f.name in settings and f.name != "dtype":
-            assert (f.type, f.default) == (settings[f.name].type, settings[f.name].default), f.name
+def test_dispatchers_take_the_same_settings() -> None:
     parameters = inspect.signature(TokenDispatcher).parameters
-    assert {name: p.default for name, p in parameters.items() if name in settings} == {
-        name: p.default for name, p in inspect.signature(DispatchConfig).parameters.items() if name in settings
-    }
+    virtual = inspect.signature(VirtualTokenDispatcher).parameters
+    for name in ("num_experts", "top_k", "hidden", "max_tokens", "dtype", "options", "device"):
+        assert parameters[name] == virtual[name], name
+    assert parameters["options"].default == DispatchOptions()
+    assert DispatchOptions(capacity=3) != DispatchOptions(capacity=4)
+    assert repr(DispatchOptions(capacity=3, save="copy")) == "DispatchOptions(capacity=3, save='copy')"
+
+
+def test_options_are_validated_by_the_dispatcher() -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden": 8, "max_tokens": 4, "dtype": torch.float32}
+    for options, text in (
+        (DispatchOptions(save="all"), "save: 'all'; allowed: 'buffer', 'redispatch', 'copy'"),
+        ({"align": 2}, "options: {'align': 2}; allowed: a DispatchOptions"),
+        (None, "options: None; allowed: a DispatchOptions"),
+        (one(), "options: DispatchConfig.*; allowed: a DispatchOptions"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            VirtualTokenDispatcher(2, **sizes, options=options)
+    with pytest.raises(TypeError, match="capasity"):
+        DispatchOptions(capasity=2)
 
 
 @pytest.mark.plan
@@ -324,10 +349,7 @@ def names_in(hint: object) -> tuple[str, ...]:
 def test_options_with_names_are_literals() -> None:
     """Type checkers know the names that a function takes."""
     public = [getattr(shardweave, name) for name in shardweave.__all__ if name != "TorchtitanDispatcher"]
-    hints = [
-        (name, hint, vars(config_module))
-        for name, hint in ((field.name, field.type) for field in dataclasses.fields(DispatchConfig))
-    ]
+    hints = [(field.name, field.type, vars(options_module)) for field in dataclasses.fields(DispatchOptions)]
     for one_of in public:
         if callable(one_of) and not dataclasses.is_dataclass(one_of):
             function = inspect.unwrap(one_of.__init__ if inspect.isclass(one_of) else one_of)
@@ -337,6 +359,6 @@ def test_options_with_names_are_literals() -> None:
     assert len(found["transport"]) > 5
     for name, allowed in NAMED.items():
         assert found[name] and set(found[name]) == {allowed}, name
-        if name in {field.name for field in dataclasses.fields(DispatchConfig)}:
+        if name in {field.name for field in dataclasses.fields(DispatchOptions)}:
             with pytest.raises(ArgumentError, match=f"^{name}: 'other'.*'{allowed[-1]}'"):
                 one(**{name: "other"})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, tokens_of
 from rank_processes import run_ranks
 from test_processes import poisoned as poison_shared_memory
@@ -59,7 +60,7 @@ def virtual(nodes: Sequence[int], in_chunks: bool = False, **settings: Any) -> V
     choose = simulate.two_sided_transfer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulate, "two_sided_transfer", lambda config, pushed: choose(config, pushed and not in_chunks))
-        return VirtualTokenDispatcher(len(nodes), one_sided=False, nodes=nodes, **settings)
+        return VirtualTokenDispatcher(len(nodes), **with_options(one_sided=False, nodes=nodes, **settings))
 
 
 def raw(x: torch.Tensor) -> bytes:
@@ -224,7 +225,7 @@ def test_sums_are_rounded_for_each_node() -> None:
     for nodes, want in ((None, 258.0), ([0, 0, 1, 1], 256.0), ([0, 1, 1, 0], 258.0), ([0, 1, 2, 2], 258.0)):
         for two_level in (False, True):
             settings = settings_of(4, 3, 1, 1, torch.bfloat16, two_level=two_level)
-            d = VirtualTokenDispatcher(4, one_sided=False, nodes=nodes, **settings)
+            d = VirtualTokenDispatcher(4, **with_options(one_sided=False, nodes=nodes, **settings))
             routed = d.dispatch(*([x] * 4 for x in t))
             outputs = [r.x + value.bfloat16() for r, value in zip(routed, values, strict=True)]
             assert [y.item() for y in d.combine(outputs, routed)] == [want] * 4, (nodes, two_level)
@@ -438,7 +439,8 @@ def test_price_counts_bytes_of_busiest_node() -> None:
 
 def test_explain_states_bytes_between_nodes() -> None:
     d = VirtualTokenDispatcher(
-        4, one_sided=False, nodes=[0, 0, 1, 1], two_level=True, **settings_of(8, 3, 16, 64, torch.float32)
+        4,
+        **with_options(one_sided=False, nodes=[0, 0, 1, 1], two_level=True, **settings_of(8, 3, 16, 64, torch.float32)),
     )
     text = d.explain()
     assert "each token once per node that has experts of it" in text and "one chunk of exact size" in text
@@ -453,9 +455,9 @@ def test_explain_states_bytes_between_nodes() -> None:
 def test_virtual_dispatcher_refuses_nodes() -> None:
     given = settings_of(4, 2, 8, 4, torch.float32)
     with pytest.raises(ArgumentError, match=r"nodes: \[0, 1\] with one_sided=True; allowed: None"):
-        VirtualTokenDispatcher(2, nodes=[0, 1], **given)
+        VirtualTokenDispatcher(2, **with_options(nodes=[0, 1], **given))
     with pytest.raises(ArgumentError, match="nodes: of 3 ranks; allowed: one for each of 2"):
-        VirtualTokenDispatcher(2, nodes=[0, 1, 1], one_sided=False, **given)
+        VirtualTokenDispatcher(2, **with_options(nodes=[0, 1, 1], one_sided=False, **given))
 
 
 def test_host_reads_as_often_as_on_one_level() -> None:
@@ -483,10 +485,10 @@ def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], s
         assert again == bits, more
     # By messages inside a node as well.
     many = settings_of(5, 3, 1024, 512, torch.bfloat16)
-    assert "levels: two, the cheaper on" in TokenDispatcher(**many, transport="process_group").explain()
+    assert "levels: two, the cheaper on" in TokenDispatcher(**with_options(**many, transport="process_group")).explain()
     for more in ({}, {"save": "redispatch"}, {"save": "copy", "splits": "fixed"}):
         assert rounds_of(rank, "process_group", two_level=True, **more) == bits, more
-    return bits, TokenDispatcher(**many, transport=transport).explain()
+    return bits, TokenDispatcher(**with_options(**many, transport=transport)).explain()
 
 
 @pytest.mark.multi
@@ -508,7 +510,7 @@ def test_processes_on_pretended_nodes_equal_virtual_ranks(size: int, node_size: 
 
 def disagreeing(rank: int) -> str:
     settings = settings_of(4, 2, 8, 4, torch.float32, two_level=rank == 0)
-    d = TokenDispatcher(**settings)
+    d = TokenDispatcher(**with_options(**settings))
     with pytest.raises(DisagreementError) as error:
         d.dispatch(torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))
     return str(error.value)

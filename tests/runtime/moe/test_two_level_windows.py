@@ -14,6 +14,7 @@ import test_payloads
 import test_quantized_output
 import test_windows
 import torch
+from dispatcher_settings import with_options
 from rank_processes import OWN_GPUS, end_ranks, interpreted, run_ranks
 from sync_guard import SyncGuard, on_the_host
 from test_phases import phased_rounds
@@ -41,7 +42,7 @@ SEVERAL = [{}, {"save": "copy"}, {"save": "redispatch", "zero_rows": True}, {"po
 
 
 def new_dispatcher(**more: Any) -> TokenDispatcher:
-    d = TokenDispatcher(**{**SETTINGS, **FIXED, **more}, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**{**SETTINGS, **FIXED, **more}, transport="symmetric_memory"))
     assert type(d.transfers[0]) is TwoLevelWindowTransfer
     return d
 
@@ -111,7 +112,7 @@ def sent_bytes(rank: int, kind: type) -> tuple[dict[str, Counter[int]], dict[str
     """The bytes that a rank sends to each other, by operation; those between nodes that are reported; `explain`."""
     if kind is TwoLevelFixedTransfer:
         dispatcher.windows_inside = lambda *_: False
-    d, t = TokenDispatcher(**SETTINGS, **FIXED, transport="symmetric_memory"), given(rank, 1)
+    d, t = TokenDispatcher(**with_options(**SETTINGS, **FIXED, transport="symmetric_memory")), given(rank, 1)
     assert type(d.transfers[0]) is kind
     sent: Counter[int] = Counter()
     begin = ProcessGroupTransport.begin
@@ -254,7 +255,9 @@ def test_random_settings_equal_virtual_ranks(nodes: list[int]) -> None:
 def packed_rows(rank: int, nodes: Sequence[int]) -> list[list[bytes]]:
     on_nodes(nodes)
     test_payloads.forwarded(rank, "symmetric_memory", {"payloads": test_payloads.FP4, **FIXED})
-    d = TokenDispatcher(**test_payloads.SETTINGS, **FIXED, quantize="fp8_128", transport="symmetric_memory")
+    d = TokenDispatcher(
+        **with_options(**test_payloads.SETTINGS, **FIXED, quantize="fp8_128", transport="symmetric_memory")
+    )
     quantized = test_payloads.results_of(*test_payloads.one_round(d, [rank]))
     more = {**FIXED, "pooled_buffers": 3}
     return [quantized, test_quantized_output.rounds_of(rank, "symmetric_memory", "mxfp8", more)]
@@ -262,7 +265,7 @@ def packed_rows(rank: int, nodes: Sequence[int]) -> list[list[bytes]]:
 
 def virtual_packed_rows(nodes: Sequence[int]) -> list[list[list[bytes]]]:
     more = {**FIXED, "one_sided": False, "nodes": nodes}
-    d = shardweave.VirtualTokenDispatcher(3, **test_payloads.SETTINGS, quantize="fp8_128", **more)
+    d = shardweave.VirtualTokenDispatcher(3, **with_options(**test_payloads.SETTINGS, quantize="fp8_128", **more))
     of_all = test_payloads.one_round(d, range(3))
     quantized = [test_payloads.results_of(*[part[r : r + 1] for part in of_all]) for r in range(3)]
     return [list(of_rank) for of_rank in zip(quantized, test_quantized_output.wanted("mxfp8", **more), strict=True)]
@@ -357,9 +360,9 @@ def test_compiled_equals_eager() -> None:
 
 
 def on_a_gpu(rank: int) -> str:
-    assert type(TokenDispatcher(**SETTINGS, **FIXED, device="cuda", transport="symmetric_memory").transfers[0]) is (
-        TwoLevelWindowTransfer
-    )
+    assert type(
+        TokenDispatcher(**with_options(**SETTINGS, **FIXED, device="cuda", transport="symmetric_memory")).transfers[0]
+    ) is (TwoLevelWindowTransfer)
     return digest(rounds_of(rank, "symmetric_memory", device="cuda", **FIXED))
 
 

@@ -13,6 +13,7 @@ import pytest
 import test_no_sync
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import ONE_GPU, end_ranks, interpreted, run_ranks
 from sync_guard import SyncGuard
@@ -46,7 +47,7 @@ def in_the_interpreter(rank: int) -> str:
 
 def layer_under_the_guard(rank: int) -> None:
     """A layer and its backward under the sync guard; only signals, which kernels process on a GPU, are exempt."""
-    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, transport="symmetric_memory"))
     t = given(rank, 1)
     x, weights = leaf(t.x), leaf(t.weights)
     with SyncGuard() as guard, test_no_sync.control_words_of(guard):
@@ -67,7 +68,8 @@ def among_others(rank: int) -> list[bytes]:
     """Two dispatchers take turns with one window, and with a redistribution; windows are made at construction only."""
     transport = transport_of("cpu")
     first, second = (
-        TokenDispatcher(**SETTINGS, save=save, transport="symmetric_memory") for save in ("buffer", "copy")
+        TokenDispatcher(**with_options(**SETTINGS, save=save, transport="symmetric_memory"))
+        for save in ("buffer", "copy")
     )
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.arange(28.0).view(7, 4), mesh, [Shard(0)])
@@ -89,7 +91,7 @@ def among_others(rank: int) -> list[bytes]:
 
 
 def combined(rank: int, transport: str, name: str) -> list[bytes]:
-    d = TokenDispatcher(**SETTINGS, transport=transport)
+    d = TokenDispatcher(**with_options(**SETTINGS, transport=transport))
     assert d.name == name
     collected = []
     for i in range(3):
@@ -112,7 +114,7 @@ def test_ranks_on_several_nodes_send_chunks() -> None:
 
 def many_at_once(rank: int, pooled_buffers: int) -> int:
     """Dispatch with results held for random times and written in place; returns the number of copies."""
-    d = TokenDispatcher(**SETTINGS, pooled_buffers=pooled_buffers, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, pooled_buffers=pooled_buffers, transport="symmetric_memory"))
     draw, held, want = random.Random(rank), {}, {}
     before = stats().copies.total()
     for i in range(24):
@@ -134,8 +136,8 @@ def many_at_once(rank: int, pooled_buffers: int) -> int:
 def reused(rank: int) -> None:
     """Dispatch repeatedly, freeing each result with the next: no copies, and two buffers are reused."""
     settings = {**SETTINGS, "pooled_buffers": 2}
-    d = TokenDispatcher(**settings, transport="symmetric_memory")
-    smaller = TokenDispatcher(**{**settings, "max_tokens": 11}, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**settings, transport="symmetric_memory"))
+    smaller = TokenDispatcher(**with_options(**{**settings, "max_tokens": 11}, transport="symmetric_memory"))
     before, seen = stats().copies.total(), set()
     for i in range(8):
         t = given(rank, 2 * i)
@@ -146,8 +148,12 @@ def reused(rank: int) -> None:
     routed = None
     pools = transport_of("cpu")._pools
     assert [len(of_group) for of_group in pools.values()] == [1]
-    TokenDispatcher(**SETTINGS, pooled_buffers=0, transport="symmetric_memory").dispatch(t.x, t.ids, t.weights)
-    TokenDispatcher(**SETTINGS, save="copy", transport="symmetric_memory").dispatch(t.x, t.ids, t.weights)
+    TokenDispatcher(**with_options(**SETTINGS, pooled_buffers=0, transport="symmetric_memory")).dispatch(
+        t.x, t.ids, t.weights
+    )
+    TokenDispatcher(**with_options(**SETTINGS, save="copy", transport="symmetric_memory")).dispatch(
+        t.x, t.ids, t.weights
+    )
     assert [len(of_group) for of_group in pools.values()] == [1] and stats().copies.total() == before
 
 
@@ -159,7 +165,7 @@ def test_rows_stay_in_pooled_buffers() -> None:
 
 
 def pooled_buffers_by_rank(rank: int) -> None:
-    TokenDispatcher(**SETTINGS, pooled_buffers=1 + rank, transport="symmetric_memory")
+    TokenDispatcher(**with_options(**SETTINGS, pooled_buffers=1 + rank, transport="symmetric_memory"))
 
 
 def test_different_pooled_buffers_raise() -> None:
@@ -223,7 +229,7 @@ def odd_settings(rank: int) -> list[list[bytes]]:
     collected = []
     for given_here in ODD.values():
         settings = {**SETTINGS, **given_here}
-        d = TokenDispatcher(**settings, transport="symmetric_memory")
+        d = TokenDispatcher(**with_options(**settings, transport="symmetric_memory"))
         for i in range(3):
             collected += trained(Listed(d), settings, [odd_tokens(settings, rank, i)])
         d.check()
@@ -235,7 +241,7 @@ def test_unusual_settings_equal_virtual_ranks() -> None:
     want: list[list] = [[], [], []]
     for given_here in ODD.values():
         settings = {**SETTINGS, **given_here}
-        d = shardweave.VirtualTokenDispatcher(3, **settings)
+        d = shardweave.VirtualTokenDispatcher(3, **with_options(**settings))
         for i in range(3):
             by_rank = trained(d, settings, [odd_tokens(settings, rank, i) for rank in range(3)])
             for of_rank, got in zip(want, by_rank, strict=True):
@@ -245,7 +251,7 @@ def test_unusual_settings_equal_virtual_ranks() -> None:
 
 def again_in_backward(rank: int, how: str) -> list[bytes]:
     """Two layers, compiled or checkpointed: one rank compiles them."""
-    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, transport="symmetric_memory"))
 
     def layers(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
@@ -277,8 +283,8 @@ def test_compiled_and_checkpointed_equal_eager(how: str) -> None:
 
 def dispatches_late(rank: int, disagrees: bool) -> None:
     """A redistribution has left floats where counts will be."""
-    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
-    other = TokenDispatcher(**{**SETTINGS, "num_experts": 40}, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, transport="symmetric_memory"))
+    other = TokenDispatcher(**with_options(**{**SETTINGS, "num_experts": 40}, transport="symmetric_memory"))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = distribute_tensor(-torch.ones(9, 400), mesh, [Shard(0)])
     shardweave.redistribute(x, [Shard(1)], transport="symmetric_memory")
@@ -314,7 +320,7 @@ def test_kernels_do_not_read_stale_window_as_counts() -> None:
 
 
 def never_combines(rank: int) -> None:
-    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, transport="symmetric_memory"))
     t = given(rank, 1)
     routed = d.dispatch(t.x, t.ids, t.weights)
     if rank != 1:
@@ -336,9 +342,13 @@ def test_missing_rank_is_named_and_outputs_overwritten() -> None:
 
 
 def explained(rank: int) -> str:
-    layers = [TokenDispatcher(**SETTINGS, transport="symmetric_memory") for _ in range(3)]
+    layers = [TokenDispatcher(**with_options(**SETTINGS, transport="symmetric_memory")) for _ in range(3)]
     assert len({id(d.transfers[0]._window) for d in layers}) == 1, "layers share a window"
-    larger = TokenDispatcher(**{**SETTINGS, "max_tokens": 900}, transport="symmetric_memory").transfers[0]._window
+    larger = (
+        TokenDispatcher(**with_options(**{**SETTINGS, "max_tokens": 900}, transport="symmetric_memory"))
+        .transfers[0]
+        ._window
+    )
     needed = WindowTransfer.window_nbytes(replace(layers[0].config, max_tokens=900))
     assert larger.nbytes == needed, "no larger than needed"
     text = layers[0].explain()
@@ -347,7 +357,7 @@ def explained(rank: int) -> str:
 
 
 def test_explain_states_window() -> None:
-    d = shardweave.VirtualTokenDispatcher(2, **SETTINGS)
+    d = shardweave.VirtualTokenDispatcher(2, **with_options(**SETTINGS))
     (text, _) = run_ranks(explained, 2)
     # Counts of 7 words for 2 ranks, and 88 rows of 48 bytes and a weight, each from a multiple of 256 bytes on.
     rows = d.config.rows
@@ -372,7 +382,7 @@ def test_processes_on_one_gpu(gpu: None, size: int, dedupe: bool) -> None:  # no
 
 def captured_on_a_gpu(rank: int, dedupe: bool) -> bool:
     """Dispatch and combine in one graph, replayed with other tokens."""
-    d = TokenDispatcher(**SETTINGS, device="cuda", transport="symmetric_memory", dedupe=dedupe)
+    d = TokenDispatcher(**with_options(**SETTINGS, device="cuda", transport="symmetric_memory", dedupe=dedupe))
     tokens = [tokens_of(rank, 7, K, E, H, torch.bfloat16, "zipf", i) for i in range(3)]
     x, ids, weights = (getattr(tokens[0], name).cuda() for name in ("x", "ids", "weights"))
     stream = torch.cuda.Stream()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import Tokens, assert_near, tokens_of
 from rank_processes import run_ranks
 from test_processes import poisoned
@@ -20,7 +21,6 @@ from shardweave.runtime.moe.activation import silu_and_mul
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.engine import TokenEngine
-from shardweave.runtime.moe.parallel_style import ExpertParallel
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
 from shardweave.runtime.transports.in_process import InProcessTransport
@@ -126,7 +126,7 @@ def test_weight_gradients_with_zero_rows(ranks: int, algorithm: str, weighted: b
     given = {**SETTINGS, **ALGORITHMS[algorithm]}
     if "expert_map" in given:
         ranks = len(given["expert_map"])
-    d, dtype = VirtualTokenDispatcher(ranks, **given), given["dtype"]
+    d, dtype = VirtualTokenDispatcher(ranks, **with_options(**given)), given["dtype"]
     for number in range(2):
         tokens, experts = rounds(ranks, number, dtype), [Gated(dtype) for _ in range(ranks)]
         ys = trained(d, experts, tokens, weighted)
@@ -139,7 +139,7 @@ def test_weight_gradients_with_zero_rows(ranks: int, algorithm: str, weighted: b
 
 @pytest.mark.parametrize("ranks, algorithm", [pytest.param(2, "pushed", marks=pytest.mark.long), (3, "copy of chunks")])
 def test_weight_gradients_with_zero_rows_compiled(ranks: int, algorithm: str) -> None:
-    d = VirtualTokenDispatcher(ranks, **{**SETTINGS, **ALGORITHMS[algorithm]})
+    d = VirtualTokenDispatcher(ranks, **with_options(**{**SETTINGS, **ALGORITHMS[algorithm]}))
     tokens, experts = rounds(ranks, 0), [Gated(torch.float32) for _ in range(ranks)]
     trained(d, experts, tokens, True, compiled)
     _, want = dense(tokens, torch.float32)
@@ -149,7 +149,7 @@ def test_weight_gradients_with_zero_rows_compiled(ranks: int, algorithm: str) ->
 
 def test_weight_gradients_without_zero_rows_are_nan() -> None:
     """The NaN that these tests allocate reaches code that reads it."""
-    d = VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False})
+    d = VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, "zero_rows": False}))
     experts = [Gated(torch.float32) for _ in range(2)]
     trained(d, experts, rounds(2, 0), True)
     assert all(g.isnan().any() for expert in experts for g in gradients(expert) if g.dim() == 2)
@@ -190,7 +190,7 @@ def of_each_transport(rank: int, compiling: int) -> list[list[list]]:
     torch.use_deterministic_algorithms(True)
     results = []
     for transport, given, run in OF_TRANSPORTS:
-        d = TokenDispatcher(**SETTINGS, **given, transport=transport)
+        d = TokenDispatcher(**with_options(**SETTINGS, **given, transport=transport))
         for number in range(1 if run else 3):
             experts = Gated(torch.float32)
             tokens = [rounds(dist.get_world_size(), number)[rank]]
@@ -237,15 +237,19 @@ def test_zero_rows_by_default() -> None:
             of(2, zero_rows=wrong)
 
 
-def test_zero_rows_of_expert_parallel_and_torchtitan() -> None:
+def test_zero_rows_of_torchtitan() -> None:
     config = TorchtitanDispatcher.Config(
-        num_experts=4, top_k=2, hidden_dim=8, num_max_tokens_per_rank=4, dtype="float32", zero_rows=True
+        num_experts=4,
+        top_k=2,
+        hidden_dim=8,
+        num_max_tokens_per_rank=4,
+        dtype="float32",
+        options={"zero_rows": True},
     )
     titan = config.build()
     titan.wire_meshes(ep_mesh=None)
     assert titan.dispatcher is not None and titan.dispatcher.config.zero_rows is True
     assert "rows from num_rows on are zero" in titan.dispatcher.explain()
-    assert ExpertParallel(top_k=2, hidden=8, max_tokens=4, zero_rows=True)._settings["zero_rows"] is True
 
 
 @pytest.fixture
@@ -295,19 +299,21 @@ def test_unused_rows(given: dict, sevens: None, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.delenv("SHARDWEAVE_POISON_ROWS", raising=False)
         else:
             monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", poison)
-        zeroed, plain = (VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": z}, **given) for z in (True, False))
+        zeroed, plain = (
+            VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, "zero_rows": z}, **given)) for z in (True, False)
+        )
         assert all(len(rows) and (rows == 0).all() for rows in rest(zeroed))
         assert all(len(rows) and (rows.isnan() if poison == "1" else rows == 7).all() for rows in rest(plain))
-    batched = VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False, "layout": "batched"})
+    batched = VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, "zero_rows": False, "layout": "batched"}))
     assert not any(len(rows) for rows in rest(batched))
     monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", "yes")
     with pytest.raises(ArgumentError, match="SHARDWEAVE_POISON_ROWS: 'yes'; allowed: 0, 1"):
-        VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False})
+        VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, "zero_rows": False}))
 
 
 def test_poison_in_compiled_experts(sevens: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", "1")
-    d = VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False})
+    d = VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, "zero_rows": False}))
     experts = [Gated(torch.float32) for _ in range(2)]
     trained(d, experts, rounds(2, 0), True, compiled)
     assert all(g.isnan().any() for expert in experts for g in gradients(expert) if g.dim() == 2)
