@@ -35,7 +35,6 @@ from ..runtime.environment import (
     requested_nvtx,
     requested_poison,
     requested_pool_limit,
-    requested_sms,
     requested_timeout,
 )
 from ..runtime.supported_versions import SUPPORTED, installed_version, is_supported, requirement
@@ -103,7 +102,6 @@ def settings() -> Iterator[Finding]:
         "SHARDWEAVE_TRANSPORT": lambda: check_name(os.environ["SHARDWEAVE_TRANSPORT"]),
         "SHARDWEAVE_SEGMENTS": segments.uses_names,
         "SHARDWEAVE_NODE_SIZE": pretended_node_size,
-        "SHARDWEAVE_NUM_SMS": requested_sms,
         "SHARDWEAVE_POISON_ROWS": requested_poison,
         "SHARDWEAVE_POOL_LIMIT": requested_pool_limit,
         "SHARDWEAVE_LOGS": requested_logs,

@@ -7,10 +7,7 @@ import os
 import re
 from pathlib import Path
 
-import torch
-
 from ..errors import ArgumentError
-from ..kernels import processors_of
 
 _MAX_TIMEOUT = 366 * 86400.0
 _MAX_RECORDS = 1_000_000
@@ -65,32 +62,6 @@ def pretended_node_size() -> int | None:
     if not (text.isascii() and text.isdecimal() and int(text)):
         raise ArgumentError(f"SHARDWEAVE_NODE_SIZE: {text!r}; allowed: a whole number of ranks above 0")
     return int(text)
-
-
-def requested_sms() -> int | None:
-    """SHARDWEAVE_NUM_SMS: the `num_sms` of everything that is not given one; None where it is not set.
-
-    Raises:
-        ArgumentError: not a whole number above 0.
-    """
-    text = os.environ.get("SHARDWEAVE_NUM_SMS")
-    if not text:
-        return None
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise ArgumentError(f"SHARDWEAVE_NUM_SMS: {text!r}; allowed: a whole number of SMs above 0")
-    return int(text)
-
-
-def num_sms(device: torch.device, given: int | None = None) -> int | None:
-    """The most SMs of a launch that communicates: the argument `num_sms`, or SHARDWEAVE_NUM_SMS; None: neither is set.
-
-    Raises:
-        ArgumentError: SHARDWEAVE_NUM_SMS is not a whole number above 0, or a GPU has fewer SMs.
-    """
-    name, number = ("num_sms", given) if given is not None else ("SHARDWEAVE_NUM_SMS", requested_sms())
-    if number is not None and device.type == "cuda" and number > (most := processors_of(device)):
-        raise ArgumentError(f"{name}: {number}; allowed: 1 to {most}, the SMs of {device}")
-    return number
 
 
 def requested_segments() -> str | None:

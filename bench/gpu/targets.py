@@ -31,7 +31,7 @@ from shardweave.bench.gpu.kernel_cases import Case, Made, cases
 from shardweave.bench.gpu.measuring import COPY, Measuring
 from shardweave.bench.gpu.outcomes import LOST, cuda_is_lost
 from shardweave.bench.gpu.program_cases import direct_push, pack_and_unpack, whole_program
-from shardweave.bench.gpu.token_cases import BESIDE_SMS, DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
+from shardweave.bench.gpu.token_cases import DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
 from shardweave.bench.harness.machine import provenance
 from shardweave.bench.harness.markdown import figure, provenance_lines
 from shardweave.bench.harness.measure import Sink, why_absent
@@ -194,7 +194,7 @@ def targets(measuring: Measuring) -> Iterator[Target]:
     ):
         yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(quantized_rows, measuring, packed, moved))
     yield Target(
-        f"dispatch + combine on {BESIDE_SMS} SMs beside a matmul: one after the other on all SMs ÷ ours, {large}",
+        f"dispatch + combine beside a matmul: one after the other ÷ ours, {large}",
         "×", 1.1, True, partial(two_phases, measuring, rank, 64 if dry else 8192),
     )  # fmt: skip
     for name, bound, make, rivals in (
@@ -229,8 +229,8 @@ def quantized_rows(measuring: Measuring, make: Callable[[], Made], moved: int, c
 def two_phases(measuring: Measuring, rank: Callable[[], VirtualRank], side: int, case: str) -> None:
     """What `dispatch_start` and `combine_start` are for: rows move while the device computes something else."""
     sides = {
-        "ours": lambda: rank().beside_matmul(side, BESIDE_SMS),
-        "one after the other": lambda: rank().beside_matmul(side, None),
+        "ours": lambda: rank().beside_matmul(side, True),
+        "one after the other": lambda: rank().beside_matmul(side, False),
     }
     measuring.time(case, sides, None, 1)
 

@@ -79,7 +79,6 @@ class Shape:
 LARGE, FEW = Shape(4096, 7168, 8, 256, 8), Shape(128, 7168, 8, 256, 8)  # training and decoding of DeepSeek-V3
 QUANTIZE = "fp8_128"
 EXACT = "mxfp8"  # small whole numbers stay what they are, and so do their sums
-BESIDE_SMS = 32  # that dispatch and combine take beside a matmul
 DRY_LARGE, DRY_FEW = Shape(8, 64, 2, 8, 4), Shape(3, 64, 2, 8, 4)
 
 
@@ -174,12 +173,11 @@ class VirtualRank:
         call = partial(push_rows, packed, self.located, buffers, self.groups, self.me, most_padding=0)
         return call, lambda: all(bool(whole[at[:, k]].equal(packed)) for k in range(self.shape.top_k))
 
-    def beside_matmul(self, side: int, num_sms: int | None) -> Made:
-        """A dispatch and the combine of other values; with `num_sms` on so many SMs beside a matmul, else before it."""
-        launch = RowLaunch.for_rows(self.shape.hidden, 2, num_sms)
-        (push, pushed), (combine, combined) = self.push(True, launch), self.combine(launch)
+    def beside_matmul(self, side: int, beside: bool) -> Made:
+        """A dispatch and the combine of other values, beside a matmul or before it."""
+        (push, pushed), (combine, combined) = self.push(True), self.combine()
         a, b = (random_buffer(side * side, torch.bfloat16, self.device).view(side, side) for _ in range(2))
-        c, other = torch.empty_like(a), torch.cuda.Stream(self.device) if num_sms and a.is_cuda else None
+        c, other = torch.empty_like(a), torch.cuda.Stream(self.device) if beside and a.is_cuda else None
 
         def call() -> None:
             if other is None:

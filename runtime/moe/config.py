@@ -35,7 +35,6 @@ from .packed_rows import PackedRows, packed_rows
 
 MOST_POOLED_BUFFERS = 1 << 10
 MOST_RANKS = 1 << 20
-MOST_SMS = 1 << 10
 MOST_ROWS = (1 << 31) - 1
 ZERO_ROWS_UP_TO = 1.5
 """The largest `capacity`, as a factor of max_tokens * top_k, up to which unused rows are zeroed by default."""
@@ -107,10 +106,9 @@ class DispatchConfig(DispatchOptions):
             ("pooled_buffers", 0, MOST_POOLED_BUFFERS),
             ("max_tokens", 0, 1 << 24),
             ("expert_capacity", 0, MOST_ROWS),
-            ("num_sms", 1, MOST_SMS),
         ):
             value = getattr(self, name)
-            if name not in ("expert_capacity", "num_sms") or value is not None:
+            if name != "expert_capacity" or value is not None:
                 self._set(**{name: whole_number(name, value, least, most)})
         for name, allowed in (
             ("overflow", get_args(OverflowPolicy)),

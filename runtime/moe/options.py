@@ -74,9 +74,6 @@ class DispatchOptions:
             quantize_output as well. False: once for each of its pairs. Results are equal to the bit. Default: the
             cheaper by the figures of the GPU, for max_tokens evenly routed tokens, which `explain` states; False for
             CPU tensors and on other transports, which refuse True.
-        num_sms: on GPUs, the maximum SMs that the kernels which push rows and which combine them take, so that the
-            experts' GEMMs of another stream keep the others while rows travel. Few make dispatch and combine slower.
-            Need not be equal on all ranks. Default: `SHARDWEAVE_NUM_SMS`, or no limit.
         payloads: the tensors of a token that travel together, for callers that quantize: for each its dtype and its
             shape without the dim of tokens, such as [(torch.float8_e4m3fn, 7168), (torch.float32, 56)]. Any dtype of
             whole bytes. `hidden` and `dtype` are then those of the experts' output.
@@ -105,7 +102,6 @@ class DispatchOptions:
     chunk_capacity: int | float | None = None
     splits: Splits | None = None
     zero_rows: bool | None = None
-    num_sms: int | None = None
     two_level: bool | None = None
     dedupe: bool | None = None
     payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None = None

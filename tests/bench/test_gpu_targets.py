@@ -235,7 +235,7 @@ MADE: dict[str, Callable[[VirtualRank], Made]] = {
     "both": lambda rank: rank.both(),
     "push of quantized rows": lambda rank: rank.push_quantized(),
     "combine of quantized rows": lambda rank: rank.combine_quantized(),
-    "beside a matmul": lambda rank: rank.beside_matmul(8, 2),
+    "beside a matmul": lambda rank: rank.beside_matmul(8, True),
     "batched": lambda rank: VirtualRank(replace(SMALL, batched=True), CPU).both(),
 }
 

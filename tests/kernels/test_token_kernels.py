@@ -345,21 +345,8 @@ def test_push_rows_of_several_blocks(device, hidden):
     check_push(rng, random_case(rng, "odd", k=4, tokens=[3, 2, 0], align=4), torch.bfloat16, hidden, device)
 
 
-@pytest.mark.parametrize("programs", [1, 5])
-def test_push_rows_with_few_programs(device, programs):
-    """Each stores several blocks of rows, and of padding."""
-    rng = np.random.default_rng(1)
-    for hidden in (8, 200):
-        launch = RowLaunch(64, 1, programs)
-        check_push(rng, random_case(rng, "odd", k=3, tokens=[5, 1, 0], align=4), torch.bfloat16, hidden, device, launch)
-
-
 def test_row_launches():
-    """With num_sms one program for each SM, whose blocks are four times as large."""
-    assert RowLaunch.for_rows(7168, 2) == RowLaunch(2048, 4)
-    assert RowLaunch.for_rows(7168, 2, 20) == RowLaunch(8192, 16, 20) and RowLaunch.for_rows(7168, 2).programs is None
-    assert RowLaunch.for_rows(3, 4, 20) == RowLaunch(4, 1, 20)
-    assert RowLaunch(64, 1, 20).programs_for(9) == 9 and RowLaunch(64, 1, 20).programs_for(90) == 20
+    assert RowLaunch.for_rows(7168, 2) == RowLaunch(2048, 4) and RowLaunch.for_rows(3, 4) == RowLaunch(4, 1)
 
 
 def test_push_rows_without_padding(device):

@@ -33,7 +33,7 @@ FP8 = {"hidden": 256, "quantize": "fp8_128", "quantize_output": "fp8_128"}
 MORE: dict[str, dict] = {
     "few ranks": {"top_k": 7, "zero_rows": True},  # more experts of a token than ranks, and repeated ids
     "dropped": {"capacity": 16, "expert_capacity": 9, "overflow": "drop", "top_k": 4},
-    "strided": {"save": "copy", "hidden": 30, "dtype": torch.float16, "num_sms": 2},
+    "strided": {"save": "copy", "hidden": 30, "dtype": torch.float16},
     "float32": {"dtype": torch.float32, "hidden": 17, "pooled_buffers": 0},
 }
 

@@ -14,13 +14,11 @@ from moe_reference import tokens_of
 
 import shardweave
 from shardweave.errors import ArgumentError
-from shardweave.kernels import RowLaunch
 from shardweave.runtime.moe import options as options_module
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer import base, push, sendrecv
 from shardweave.runtime.moe.transfer.base import ROUTING
 from shardweave.runtime.moe.transfer.levels import with_splits
 from shardweave.runtime.moe.transfer.window import WindowTransfer
@@ -52,8 +50,6 @@ def one(**given) -> DispatchConfig:
         ({"nodes": [0, 1, 1]}, "nodes: of 3 ranks; allowed: one for each of 2"),
         ({"save": "all"}, "save: 'all'; allowed: 'buffer', 'redispatch', 'copy'"),
         ({"pooled_buffers": -1}, "pooled_buffers: -1; allowed: a whole number, 0 to 1024"),
-        ({"num_sms": 0}, "num_sms: 0; allowed: a whole number, 1 to 1024"),
-        ({"num_sms": 2.0}, "num_sms: 2.0; allowed: a whole number"),
         ({"capacity": -1}, "capacity: -1"),
         ({"capacity": float("inf")}, "capacity: inf"),
         ({"layout": "batched", "capacity": 3}, "capacity: 3; allowed with layout='batched': None"),
@@ -248,34 +244,6 @@ def test_memory_of_layers_with_windows(save: str, pooled: int) -> None:
         assert (once, each) == (window + 2 * rows + buffers, routing)  # rows are there again in the backward
     else:
         assert (once, each) == (window + rows, rows + routing)
-
-
-@pytest.mark.parametrize("one_sided", [True, False])
-def test_num_sms_limits_programs(one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = []
-
-    def rows_of(arguments: tuple[object, ...]) -> list[RowLaunch]:
-        return [a for a in arguments if isinstance(a, RowLaunch)]
-
-    for module, name in ((push, "push_rows"), (sendrecv, "push_rows"), (base, "combine_rows")):
-        function = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *a, function=function, **b: launches.extend(rows_of(a)) or function(*a, **b)
-        )
-    d = VirtualTokenDispatcher(
-        2,
-        num_experts=4,
-        top_k=2,
-        hidden=8,
-        max_tokens=4,
-        dtype=torch.float32,
-        one_sided=one_sided,
-        options=DispatchOptions(num_sms=20),
-    )
-    tokens = [[v] * 2 for v in (torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))]
-    routed = d.dispatch(*tokens)
-    d.combine([r.x for r in routed], routed)
-    assert launches == [RowLaunch.for_rows(8, 4, 20)] * 4 and launches[0].programs == 20
 
 
 @pytest.mark.plan

@@ -21,7 +21,6 @@ from shardweave.kernels import Failure
 from shardweave.kernels.tiling import PROCESSORS
 from shardweave.kernels.window_use import waiting_programs
 from shardweave.runtime.bounded_store import BoundedStore
-from shardweave.runtime.environment import num_sms, requested_sms
 from shardweave.runtime.transports.symmetric_memory.memory import (
     TorchSymmetricMemory,
     _RenumberedStore,
@@ -151,34 +150,11 @@ def test_no_memory_in_a_capture() -> None:
     assert transport.error is None
 
 
-@pytest.mark.parametrize(("given", "programs"), [(None, waiting_programs(PROCESSORS)), ("3", 3)])
-def test_programs_of_windows(given: str | None, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if given is not None:
-        monkeypatch.setenv("SHARDWEAVE_NUM_SMS", given)
+def test_programs_of_windows() -> None:
     memory = {rank: torch.zeros(4096, dtype=torch.uint8) for rank in range(2)}
-    window = Window(0, memory, 0, Failure(torch.device("cpu")), 2, programs=requested_sms())
-    assert window.writing.programs == window.reading(torch.float32, True).programs == programs
+    window = Window(0, memory, 0, Failure(torch.device("cpu")), 2)
+    assert window.writing.programs == window.reading(torch.float32, True).programs == waiting_programs(PROCESSORS)
     assert window.writing.stride == window.nbytes == (4096 - pad_bytes(2)) // 2
-
-
-def test_number_of_sms_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument comes before the variable; a GPU has to have as many."""
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr("shardweave.runtime.environment.processors_of", lambda device: 132)
-    assert num_sms(gpu) is None and num_sms(gpu, 132) == 132 and num_sms(torch.device("cpu"), 133) == 133
-    with pytest.raises(shardweave.ArgumentError, match="num_sms: 133; allowed: 1 to 132, the SMs of cuda:0"):
-        num_sms(gpu, 133)
-    monkeypatch.setenv("SHARDWEAVE_NUM_SMS", "200")
-    assert num_sms(gpu, 7) == 7 and num_sms(torch.device("cpu")) == 200
-    with pytest.raises(shardweave.ArgumentError, match="SHARDWEAVE_NUM_SMS: 200; allowed: 1 to 132"):
-        num_sms(gpu)
-
-
-@pytest.mark.parametrize("given", ["0", "-1", "half", "1.5"])
-def test_wrong_number_of_sms(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDWEAVE_NUM_SMS", given)
-    with pytest.raises(shardweave.ArgumentError, match=rf"SHARDWEAVE_NUM_SMS: '{given}'; allowed: .* above 0"):
-        requested_sms()
 
 
 @pytest.mark.parametrize("given", [None, "0", "1"])
