@@ -27,7 +27,6 @@ from ...kernels import (
     column_words,
     uploaded,
 )
-from ...planner import SPLITS
 from ..environment import requested_poison
 from .node_ranks import NodeRanks, numbered
 from .options import DispatchOptions, OverflowPolicy, RowsLayout, SavedRows, ScaleLayout, check_options
@@ -114,7 +113,6 @@ class DispatchConfig(DispatchOptions):
             ("overflow", get_args(OverflowPolicy)),
             ("layout", get_args(RowsLayout)),
             ("save", get_args(SavedRows)),
-            ("splits", (None, *SPLITS)),
             ("scale_layout", (None, *get_args(ScaleLayout))),
         ):
             if getattr(self, name) not in allowed:
@@ -226,16 +224,9 @@ class DispatchConfig(DispatchOptions):
         self._set(rows=rows, zero_rows=zero_rows)
 
     def _set_chunk_capacity(self) -> None:
-        if self.splits == "host" and self.chunk_capacity is not None:
-            raise ArgumentError(
-                f"chunk_capacity: {self.chunk_capacity!r} with splits='host'; allowed: None, for chunks of exact size"
-            )
         if self.chunk_capacity is not None:
-            share = self.most_pairs / self.ranks
-            rows = _capacity_rows("chunk_capacity", self.chunk_capacity, share)
-            self._set(chunk_capacity=min(rows, self.most_pairs), splits="fixed")
-        elif self.splits == "fixed":
-            self._set(chunk_capacity=self.most_pairs)
+            rows = _capacity_rows("chunk_capacity", self.chunk_capacity, self.most_pairs / self.ranks)
+            self._set(chunk_capacity=min(rows, self.most_pairs))
 
     @property
     def batched(self) -> bool:
@@ -300,7 +291,7 @@ class DispatchConfig(DispatchOptions):
 
     @property
     def chunk_rows(self) -> int | None:
-        """Rows of a chunk with splits="fixed", else None."""
+        """Rows of a chunk of fixed size; None: chunks are of exact size."""
         return None if self.chunk_capacity is None else int(self.chunk_capacity)
 
     def is_active(self, rank: int) -> bool:

@@ -39,7 +39,7 @@ from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
 from .transfer.base import DISPATCH, OPERATIONS, Steps, TokenTransfer
 from .transfer.dedupe import DedupedTransfer, with_dedupe
-from .transfer.levels import pushed_inside, two_sided_transfer, windows_inside, with_levels, with_splits
+from .transfer.levels import pushed_inside, two_sided_transfer, windows_inside, with_levels
 from .transfer.push import PushTransfer
 from .transfer.window import WindowTransfer
 from .validate import check_combine, check_dispatch, packed_tokens
@@ -54,7 +54,7 @@ class TokenDispatcher(TokenEngine):
 
     Every rank constructs the same dispatchers in the same order and calls the same methods in the same order, with
     tensors that all require gradients or all do not. The number of tokens T may differ between ranks and may be 0. No
-    device-to-host sync, except for `splits="host"`; CPU tensors are read on the host.
+    device-to-host sync, except for chunks of exact size; CPU tensors are read on the host.
 
     y = combine(expert(dispatch(x))) is, for each token, the float32 sum over ranks ascending of the sums of its pairs
     there, each in order of k and rounded to the dtype. With ranks on several nodes it is the sum over nodes, in order
@@ -74,8 +74,8 @@ class TokenDispatcher(TokenEngine):
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise
             on the device, so that the host does not wait for peers, and a call like an earlier one may be captured in
-            a CUDA graph; if they are on several nodes, so they do inside each on two levels with splits="fixed", beside
-            messages between nodes; otherwise chunks travel between all of them as with "process_group".
+            a CUDA graph; if they are on several nodes, so they do inside each on two levels with `chunk_capacity`,
+            beside messages between nodes; otherwise chunks travel between all of them as with "process_group".
 
     Raises:
         ArgumentError: an argument that is not allowed. Peers are told, here and with an UnsupportedError; not of a
@@ -191,13 +191,9 @@ class TokenDispatcher(TokenEngine):
             self._transport, name = chosen, chosen.name
             if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
                 config = replace(config, nodes=machines.nodes_of(ranks))
-            if device.type == "cuda" and not chosen.one_sided and config.splits is None:
-                nodes = machines.nodes_of(ranks)
-                config, why = with_splits(config, nodes, windows_inside(nodes, name))
             if not chosen.one_sided:
                 topology = partial(machines.find_topology, tuple(sorted(ranks)), device)
-                config, levels = with_levels(config, device, name, topology)
-                why = "\n  ".join(filter(None, (why, levels)))
+                config, why = with_levels(config, device, name, topology)
             in_windows = chosen.one_sided and chosen.windows is not None
             figures = partial(machines.figures_of_first, tuple(sorted(ranks)), device)
             config, crossing = with_dedupe(config, device, in_windows, figures)
@@ -276,7 +272,7 @@ class TokenDispatcher(TokenEngine):
 
         Rows travel while the caller computes: shared experts, or another microbatch. On CPUs a thread carries out
         started calls, on GPUs a stream, in the order in which they were started. Neither waits for peers here, except
-        for the counts of a dispatch with `splits="host"` on GPUs.
+        for the counts of a dispatch with chunks of exact size on GPUs.
 
             pending = dispatcher.dispatch_start(x, topk_ids, topk_weights)
             shared = shared_experts(x)

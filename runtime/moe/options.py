@@ -10,7 +10,6 @@ import torch
 
 from ...errors import ArgumentError, shown
 from ...kernels import QuantizationName
-from ...planner import Splits
 
 OverflowPolicy = Literal["raise", "drop"]
 RowsLayout = Literal["grouped", "batched"]
@@ -53,13 +52,11 @@ class DispatchOptions:
             effect, so synchronise other streams that read it before its last tensor goes. Other transports allocate as
             many buffers as needed.
         chunk_capacity: on two-sided transports, the maximum rows that a rank sends to another (int), or a factor of
-            max_tokens * top_k / W (float). Chunks of this fixed size travel whole and need no host read. A rank's rows
-            for another beyond it, in order of physical expert, token and k, are dropped, before the other capacities
-            apply. `explain` states the bytes of both. One-sided transports ignore it and drop nothing by it.
-        splits: on two-sided transports, the sizes of chunks. "host": exact, for which the host reads the counts once
-            per dispatch. "fixed": `chunk_capacity` rows, by default room for all rows of a rank. Default: "fixed" with
-            `chunk_capacity`; else "host" on CPUs, and on GPUs the cheaper by a topology's prices, which `explain`
-            states: "fixed" for few tokens.
+            max_tokens * top_k / W (float). Chunks of this fixed size travel whole and need no host read; with
+            max_tokens * top_k rows there is room for all, and more are never sent. A rank's rows for another beyond
+            it, in order of physical expert, token and k, are dropped, before the other capacities apply. Default:
+            chunks of exact size, for which the host reads the counts once per dispatch. `explain` states the bytes of
+            both. One-sided transports ignore it and drop nothing by it.
         zero_rows: True: rows from `routed.num_rows` on are zero, in `routed.x`, in `routed.weights` and in the gradient
             of `expert_output`, so that experts may process all rows, as nn.Linear does: a weight's gradient sums over
             all of them, and 0 * NaN is NaN. False: they are not initialised, which suffices for grouped GEMMs.
@@ -100,7 +97,6 @@ class DispatchOptions:
     save: SavedRows = "buffer"
     pooled_buffers: int = 1
     chunk_capacity: int | float | None = None
-    splits: Splits | None = None
     zero_rows: bool | None = None
     two_level: bool | None = None
     dedupe: bool | None = None

@@ -89,13 +89,9 @@ def test_dispatch_refuses_arguments_in_one_line(capsys, options, text):
     assert out == "" and error.startswith(f"error: {text}") and error.count("\n") == 1
 
 
-def test_dispatch_number_of_nodes(capsys):
-    for ranks, nodes in (("8", "1 node "), ("9", "2 nodes ")):
-        assert main(["dispatch", "--ranks", ranks, *ARGUMENTS[3:], "--dtype", "bf16"]) == 0
-        out = capsys.readouterr().out
-        assert f"the cheaper on {nodes}by" in out
-        assert ("through windows inside nodes on two levels" in out) is (ranks == "9")
-    assert main(["dispatch", "--ranks", "1", *ARGUMENTS[3:]]) == 0 and "over 1 rank:" in capsys.readouterr().out
+def test_dispatch_of_one_rank(capsys):
+    assert main(["dispatch", "--ranks", "1", *ARGUMENTS[3:], "--dtype", "bf16"]) == 0
+    assert "over 1 rank:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("save", ["buffer", "redispatch"])

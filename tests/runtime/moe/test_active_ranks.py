@@ -93,7 +93,7 @@ def subsets(ranks: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", ["push", "exact chunks", "fixed chunks"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_active_ranks_equal_oracle(ranks, kind):
-    more: dict[str, Any] = {"splits": "fixed"} if kind == "fixed chunks" else {}
+    more: dict[str, Any] = {"chunk_capacity": 1 << 20} if kind == "fixed chunks" else {}
     for expert_map in MAPS[ranks]:
         d = VirtualTokenDispatcher(
             ranks, **with_options(**SETTINGS, **more, one_sided=kind == "push", expert_map=expert_map)
@@ -212,7 +212,7 @@ def on_each_transport(rank: int) -> list[list[bytes]]:
     torch.set_num_threads(1)
     poisoned()
     found = [masked_in_turn(rank, t) for t in ("shared_memory", "process_group", "hierarchical")]
-    assert masked_in_turn(rank, "process_group", splits="fixed") == found[1]
+    assert masked_in_turn(rank, "process_group", chunk_capacity=1 << 20) == found[1]
     return found
 
 
@@ -228,7 +228,7 @@ def on_each_level(rank: int) -> list[list[bytes]]:
     torch.set_num_threads(1)
     transports = ("hierarchical", False), ("hierarchical", True), ("process_group", True)
     found = [masked_in_turn(rank, transport, two_level=two_level) for transport, two_level in transports]
-    return [*found, masked_in_turn(rank, "symmetric_memory", two_level=True, splits="fixed")]
+    return [*found, masked_in_turn(rank, "symmetric_memory", two_level=True, chunk_capacity=1 << 20)]
 
 
 @pytest.mark.multi

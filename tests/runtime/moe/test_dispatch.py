@@ -563,9 +563,9 @@ def test_strided_arguments():
         {"save": "copy"},
         {"layout": "batched"},
         {"one_sided": False},
-        {"one_sided": False, "splits": "fixed"},
+        {"one_sided": False, "chunk_capacity": 1 << 20},
         {"one_sided": False, "nodes": [0, 0, 1, 1], "two_level": True},
-        {"one_sided": False, "nodes": [0, 0, 1, 1], "two_level": True, "splits": "fixed"},
+        {"one_sided": False, "nodes": [0, 0, 1, 1], "two_level": True, "chunk_capacity": 1 << 20},
     ],
     ids=str,
 )

@@ -51,7 +51,7 @@ def groups_of_requests(rank: int, settings: dict[str, Any]) -> tuple[int, bool]:
     return len(groups), all(g is not None and g.process_group is group for g in groups)
 
 
-@pytest.mark.parametrize("settings", [{}, {"splits": "fixed"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"chunk_capacity": 1 << 20}], ids=str)
 def test_messages_belong_to_the_dispatchers_group(settings: dict[str, Any]) -> None:
     of_ranks = run_ranks(groups_of_requests, 3, settings)
     assert all(own for _, own in of_ranks)

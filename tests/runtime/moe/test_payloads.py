@@ -32,9 +32,9 @@ ALL = [
     (torch.float16, 17), (torch.float4_e2m1fn_x2, 9),
 ]  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
-    "pushed": {}, "exact chunks": {"one_sided": False}, "fixed chunks": {"one_sided": False, "splits": "fixed"},
+    "pushed": {}, "exact chunks": {"one_sided": False}, "fixed chunks": {"one_sided": False, "chunk_capacity": 1 << 20},
     "two levels": {"one_sided": False, "two_level": True},
-    "two levels fixed": {"one_sided": False, "two_level": True, "splits": "fixed"},
+    "two levels fixed": {"one_sided": False, "two_level": True, "chunk_capacity": 1 << 20},
 }  # fmt: skip
 
 

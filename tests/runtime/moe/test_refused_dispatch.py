@@ -18,12 +18,12 @@ E, K, H, MOST = 6, 2, 8, 16
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "shared memory": (3, "shared_memory", {}),
     "exact sizes": (3, "process_group", {"capacity": 2 * MOST * K, "overflow": "drop"}),
-    "fixed sizes": (3, "process_group", {"splits": "fixed"}),
+    "fixed sizes": (3, "process_group", {"chunk_capacity": 1 << 20}),
     "one level": (4, "hierarchical", {"two_level": False}),
     "two levels": (4, "hierarchical", {"two_level": True}),
     "two levels, dropping": (3, "hierarchical", {"two_level": True, "capacity": 200, "overflow": "drop"}),
     "two levels, exact sizes": (4, "process_group", {"two_level": True}),
-    "two levels, fixed sizes": (4, "process_group", {"two_level": True, "splits": "fixed"}),
+    "two levels, fixed sizes": (4, "process_group", {"two_level": True, "chunk_capacity": 1 << 20}),
 }
 
 

@@ -20,7 +20,6 @@ from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer.base import ROUTING
-from shardweave.runtime.moe.transfer.levels import with_splits
 from shardweave.runtime.moe.transfer.window import WindowTransfer
 
 
@@ -43,8 +42,6 @@ def one(**given) -> DispatchConfig:
         ({"dtype": "bf16"}, "dtype: 'bf16'; allowed: torch.float32, torch.bfloat16, torch.float16"),
         ({"overflow": "ignore"}, "overflow: 'ignore'; allowed: 'raise', 'drop'"),
         ({"layout": "ragged"}, "layout: 'ragged'"),
-        ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'fixed'"),
-        ({"splits": "host", "chunk_capacity": 3}, "chunk_capacity: 3 with splits='host'; allowed: None"),
         ({"two_level": 1}, "two_level: 1; allowed: True, False, None"),
         ({"dedupe": "rank"}, "dedupe: 'rank'; allowed: True, False, None"),
         ({"nodes": [0, 1, 1]}, "nodes: of 3 ranks; allowed: one for each of 2"),
@@ -247,15 +244,9 @@ def test_memory_of_layers_with_windows(save: str, pooled: int) -> None:
 
 
 @pytest.mark.plan
-def test_splits_are_chosen_by_price() -> None:
-    nodes = [rank // 8 for rank in range(16)]
-    decode, train = (one(ranks=16, num_experts=64, hidden=7168, max_tokens=t) for t in (1, 4096))
-    chosen, why = with_splits(decode, nodes)
-    assert chosen.chunk_capacity == 2 and why.startswith("splits: fixed, the cheaper on 2 nodes by the links of NVLink")
-    chosen, why = with_splits(train, nodes)
-    assert chosen == train and why.startswith("splits: host, the cheaper")
-    assert one(splits="fixed").chunk_capacity == 4 * 2 and one(splits="host") == one()
-    assert one(splits="fixed", chunk_capacity=3).chunk_capacity == 3
+def test_chunks_have_room_for_all_rows_at_most() -> None:
+    assert one(chunk_capacity=3).chunk_rows == 3 and one(chunk_capacity=0.5).chunk_rows == 2
+    assert one(chunk_capacity=9) == one(chunk_capacity=8) and one().chunk_rows is None
 
 
 @pytest.mark.plan
@@ -286,7 +277,7 @@ def test_options_are_validated_by_the_dispatcher() -> None:
 @pytest.mark.plan
 def test_config_is_stable_under_replace() -> None:
     for given in ({"align": 8}, {"capacity": 1.25, "align": 4}, {"layout": "batched", "expert_capacity": 3, "align": 4},
-                  {"splits": "fixed"}, {"nodes": ["b", "a"], "two_level": True},
+                  {"chunk_capacity": 9}, {"nodes": ["b", "a"], "two_level": True},
                   {"chunk_capacity": 0.5}, {"expert_map": [[1, 0], [3, 2, 1]]}):  # fmt: skip
         config = one(**given)
         assert dataclasses.replace(config) == config
@@ -299,7 +290,6 @@ NAMED = {
     "overflow": ("raise", "drop"),
     "layout": ("grouped", "batched"),
     "save": ("buffer", "redispatch", "copy"),
-    "splits": ("host", "fixed"),
     "quantize": ("fp8_row", "fp8_128", "mxfp8"),
     "quantize_output": ("fp8_row", "fp8_128", "mxfp8"),
     "scale_layout": ("blocked",),

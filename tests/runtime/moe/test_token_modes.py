@@ -117,7 +117,7 @@ class Case:
 SETTINGS: dict[str, dict[str, Any]] = {
     "one-sided": {},
     "messages": {"one_sided": False},
-    "fixed messages": {"one_sided": False, "splits": "fixed"},
+    "fixed messages": {"one_sided": False, "chunk_capacity": 1 << 20},
     "two levels": {"one_sided": False, "nodes": [0, 1, 1], "two_level": True},
     "batched": {"layout": "batched", "expert_capacity": 7},
     "copied": {"save": "copy", "zero_rows": True},

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import test_no_sync
@@ -16,14 +13,13 @@ import torch
 import torch.distributed as dist
 from moe_reference import Tokens, assert_near, dense, expert, matrices_of, tokens_of
 from rank_processes import interpreted, run_ranks
-from sync_guard import SyncGuard, on_the_host
+from sync_guard import SyncGuard
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardweave
 from shardweave import kernels
 from shardweave.kernels.signal import signal_kernel
 from shardweave.runtime.moe.switch.engine import SwitchEngine
-from shardweave.runtime.moe.transfer import fixed, sendrecv
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport
 
 THERE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
@@ -159,48 +155,42 @@ def case(rank: int, switch, layout: str, experts: int, rows: int, routing: str, 
     assert_near(torch.zeros_like(own) if own.grad is None else own.grad, want_own, dtype, "matrices")
 
 
-def cases(rank: int, transport: str, more: dict[str, str]) -> None:
+def cases(rank: int, transport: str) -> None:
     poisoned()
     size = dist.get_world_size()
     for experts in (5, 2):  # uneven; on four ranks two have none
         for layout in LAYOUTS:
             rows = most_rows(layout, size)
-            switch = switch_of(experts, rows, transport=transport, **more)
+            switch = switch_of(experts, rows, transport=transport)
             assert switch._engine.common.name == (transport if size > 1 else "alone")
             for seed, routing in enumerate(("holes", "zipf", "hot", "none", "uniform")):
                 case(rank, switch, layout, experts, rows, routing, DTYPES[seed % 3], seed)
             switch.check()
     for layout in LAYOUTS:
         for rows in (5, 0):
-            small = switch_of(5, rows, transport=transport, overflow="drop", **more)
+            small = switch_of(5, rows, transport=transport, overflow="drop")
             case(rank, small, layout, 5, rows, "holes", torch.float32, 6)
             case(rank, small, layout, 5, rows, "hot", torch.float32, 7)
 
 
-ALGORITHMS = [
-    ("shared_memory", {}),
-    ("process_group", {}),
-    ("process_group", {"splits": "fixed"}),
-    ("symmetric_memory", {}),
-    ("hierarchical", {}),
-]
+TRANSPORTS = ["shared_memory", "process_group", "symmetric_memory", "hierarchical"]
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 @needs_token_switch
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    "size, transport, more",
+    "size, transport",
     [
-        *[(4, *algorithm) for algorithm in ALGORITHMS[:4]],
-        pytest.param(4, *ALGORITHMS[4], marks=pytest.mark.long),
-        (2, *ALGORITHMS[0]),
-        *[pytest.param(2, *algorithm, marks=pytest.mark.long) for algorithm in ALGORITHMS[1:]],
-        (1, *ALGORITHMS[0]),
+        *[(4, transport) for transport in TRANSPORTS[:3]],
+        pytest.param(4, TRANSPORTS[3], marks=pytest.mark.long),
+        (2, TRANSPORTS[0]),
+        *[pytest.param(2, transport, marks=pytest.mark.long) for transport in TRANSPORTS[1:]],
+        (1, TRANSPORTS[0]),
     ],
 )
-def test_layer_equals_the_dense_one(size, transport, more):
-    run_ranks(cases, size, transport, more)
+def test_layer_equals_the_dense_one(size, transport):
+    run_ranks(cases, size, transport)
 
 
 def given_of(rank: int, seed: int, experts: int = 5, hidden: int = H, dtype: torch.dtype = torch.float32) -> Tokens:
@@ -386,7 +376,7 @@ def test_groups_of_a_mesh_under_torch_compile():
     run_ranks(in_a_mesh, 4)
 
 
-def engine_rounds(rank: int, transport: str, more: dict[str, str]) -> str:
+def engine_rounds(rank: int, transport: str) -> str:
     """Return a digest of all results of the engine, whose second round runs without device-to-host sync on kernels.
 
     Needs no torch 2.15.
@@ -394,9 +384,7 @@ def engine_rounds(rank: int, transport: str, more: dict[str, str]) -> str:
     parts = []
     for layout in LAYOUTS:
         rows, tokens, device = most_rows(layout, 2), given_of(rank, 7), torch.device("cpu")
-        engine = SwitchEngine(
-            None, 5, MOST, rows, 4 * H, overflow="drop", device=device, transport=transport, **{"splits": None, **more}
-        )  # fmt: skip
+        engine = SwitchEngine(None, 5, MOST, rows, 4 * H, overflow="drop", device=device, transport=transport)
 
         def layer() -> list[torch.Tensor | None]:
             handle, counts = engine.route(tokens.ids, layout)  # noqa: B023
@@ -414,7 +402,7 @@ def engine_rounds(rank: int, transport: str, more: dict[str, str]) -> str:
 
         results = layer()  # makes the dispatchers
         if kernels_are_interpreted():
-            with SyncGuard() as guard, test_no_sync.control_words_of(guard), host_sizes():
+            with SyncGuard() as guard, test_no_sync.control_words_of(guard):
                 again = layer()
             assert guard.seen["copy_"], guard.seen
         else:
@@ -425,31 +413,20 @@ def engine_rounds(rank: int, transport: str, more: dict[str, str]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-@contextmanager
-def host_sizes() -> Iterator[None]:
-    """A context in which sizes of chunks, which are on the host, may be read under the guard."""
-    with ExitStack() as patches:
-        for module in (sendrecv, fixed):
-            patches.enter_context(mock.patch.object(module, "chunk_sizes", on_the_host(module.chunk_sizes)))
-        yield
-
-
 def kernels_are_interpreted() -> bool:
     return kernels.interpreted(signal_kernel)
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    "transport, more", [pytest.param(*algorithm, marks=pytest.mark.long) for algorithm in ALGORITHMS[2:4]]
-)
-def test_kernels_without_sync_equal_the_cpu_paths(transport, more):
-    run = f"t.run_ranks(t.engine_rounds, 2, {transport!r}, {more!r})"
-    assert interpreted("test_token_switch", run) == str(run_ranks(engine_rounds, 2, transport, more))
+@pytest.mark.long
+def test_kernels_without_sync_equal_the_cpu_paths():
+    run = "t.run_ranks(t.engine_rounds, 2, 'symmetric_memory')"
+    assert interpreted("test_token_switch", run) == str(run_ranks(engine_rounds, 2, "symmetric_memory"))
 
 
 def each_algorithm(rank: int) -> list[str]:
     poisoned()
-    return [engine_rounds(rank, transport, more) for transport, more in ALGORITHMS]
+    return [engine_rounds(rank, transport) for transport in TRANSPORTS]
 
 
 @pytest.mark.multi

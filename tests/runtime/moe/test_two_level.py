@@ -25,7 +25,7 @@ from shardweave.runtime.moe.node_ranks import NodeRanks, numbered
 from shardweave.runtime.moe.report import inside_node, on_wire
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer.fixed import FixedTransfer
-from shardweave.runtime.moe.transfer.levels import two_sided_transfer, windows_inside, with_levels, with_splits
+from shardweave.runtime.moe.transfer.levels import two_sided_transfer, windows_inside, with_levels
 from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
 from shardweave.runtime.moe.transfer.two_level_fixed import TwoLevelFixedTransfer
 from shardweave.runtime.moe.transfer.two_level_push import TwoLevelPushTransfer
@@ -40,8 +40,8 @@ CPU = torch.device("cpu")
 KINDS = {
     "two levels": {"two_level": True},
     "two levels in chunks": {"two_level": True}, "one level": {"two_level": False},
-    "fixed chunks": {"two_level": False, "splits": "fixed"},
-    "two levels in fixed chunks": {"two_level": True, "splits": "fixed"},
+    "fixed chunks": {"two_level": False, "chunk_capacity": 1 << 20},
+    "two levels in fixed chunks": {"two_level": True, "chunk_capacity": 1 << 20},
 }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def check_case(
     matrices, found = matrices_of(experts, hidden, dtype), {}
     for kind, given in KINDS.items():
         d = virtual(nodes, "in chunks" in kind, **settings, **given)
-        two_levels, fixed = given["two_level"] and len(set(nodes)) > 1, "splits" in given
+        two_levels, fixed = given["two_level"] and len(set(nodes)) > 1, "chunk_capacity" in given
         transfer: type = FixedTransfer if fixed else SendRecvTransfer
         if two_levels:
             transfer = TwoLevelSendRecvTransfer if "in chunks" in kind else TwoLevelPushTransfer
@@ -354,14 +354,19 @@ def test_levels_are_chosen_by_price() -> None:
         ({"two_level": True}, "hierarchical", CPU, "levels: two, requested"),
         ({"two_level": False}, "hierarchical", CPU, "levels: one, requested"),
         ({"two_level": True}, "process_group", torch.device("cuda"), "levels: two, requested"),
-        ({"two_level": True, "splits": "fixed"}, "process_group", torch.device("cuda"), "levels: two, requested"),
+        (
+            {"two_level": True, "chunk_capacity": 1 << 20},
+            "process_group",
+            torch.device("cuda"),
+            "levels: two, requested",
+        ),
     ):
         # Ranks on which the request is given publish their figures, too: others may wait for them.
         asked: list[None] = []
         config, why = with_levels(config_of(**given), device, transport, lambda asked=asked: asked.append(None))
         assert len(asked) == 1
         assert why.startswith(text) and config.two_level is text.startswith("levels: two")
-    config, why = with_levels(config_of(splits="fixed"), CPU, "hierarchical", lambda: topology)
+    config, why = with_levels(config_of(chunk_capacity=1 << 20), CPU, "hierarchical", lambda: topology)
     assert config.two_level and why.startswith("levels: two, the cheaper on") and "messages of fixed size" in why
     config, why = with_levels(config_of(), CPU, "hierarchical", lambda: None)
     assert why == "levels: one, the machines of the ranks are not known" and config.two_level is False
@@ -384,32 +389,16 @@ def test_levels_of_gpus_are_chosen_by_price() -> None:
 
 
 @pytest.mark.plan
-def test_splits_on_several_nodes_are_chosen_by_the_cheaper_level() -> None:
-    """With room for all rows one level sends W times as many, and two levels as many tokens as there are."""
-    nodes = [rank // 8 for rank in range(16)]
-    settings = {"num_experts": 256, "hidden": 7168, "dtype": torch.bfloat16, "top_k": 8}
-    for tokens, two_level, splits in ((1, None, "fixed"), (1, True, "fixed"), (8, None, "host"), (8, False, "host")):
-        config = DispatchConfig(16, nodes, max_tokens=tokens, two_level=two_level, **settings)
-        chosen, why = with_splits(config, nodes)
-        assert why.startswith(f"splits: {splits}, the cheaper on 2 nodes"), (tokens, two_level, why)
-        assert chosen.chunk_rows == (8 * tokens if splits == "fixed" else None)
-
-
-@pytest.mark.plan
-def test_windows_inside_nodes_are_chosen_by_price() -> None:
-    """They make messages of fixed size cheaper, unless there are many nodes, most of which a token does not need."""
+def test_windows_inside_nodes_with_messages_of_fixed_size() -> None:
     name, cuda = "hierarchical symmetric_memory", torch.device("cuda")
     settings = {"num_experts": 256, "hidden": 7168, "dtype": torch.bfloat16, "top_k": 8, "max_tokens": 4096}
-    for number, fixed in ((2, True), (16, False)):
+    for number, chunk_capacity in ((2, 1 << 20), (16, None)):
         nodes = [rank // 8 for rank in range(8 * number)]
-        config = DispatchConfig(len(nodes), nodes, **settings)
-        assert with_splits(config, nodes)[0].splits is None
-        chosen, why = with_splits(config, nodes, windows_inside(nodes, name))
-        assert chosen.splits == ("fixed" if fixed else None) and "through windows inside nodes" in why
+        config = DispatchConfig(len(nodes), nodes, chunk_capacity=chunk_capacity, **settings)
         topology = found_topology(nodes, [MachineFigures("H100", "RDMA", 8)])
-        chosen, why = with_levels(chosen, cuda, name, lambda topology=topology: topology)
+        chosen, why = with_levels(config, cuda, name, lambda topology=topology: topology)
         assert chosen.two_level and why.startswith("levels: two, the cheaper"), why
-        kind = TwoLevelWindowTransfer if fixed else TwoLevelSendRecvTransfer
+        kind = TwoLevelWindowTransfer if chunk_capacity else TwoLevelSendRecvTransfer
         assert two_sided_transfer(chosen, False, windows_inside(nodes, name)) is kind
     assert not windows_inside([0, 1, 2], name) and not windows_inside([0, 0, 1], "process_group")
     assert not windows_inside(None, name) and not windows_inside([0, 0], name) and windows_inside([0, 1, 0], name)
@@ -462,10 +451,10 @@ def test_virtual_dispatcher_refuses_nodes() -> None:
 
 def test_host_reads_as_often_as_on_one_level() -> None:
     reads, settings = [], settings_of(4, 2, 8, 4, torch.float32, expert_capacity=3, overflow="drop")
-    for two_level, in_chunks, splits in (
-        (False, False, None), (True, False, None), (True, True, None), (False, False, "fixed"), (True, False, "fixed"),
+    for two_level, in_chunks, chunk_capacity in (
+        (False, False, None), (True, False, None), (True, True, None), (False, False, 8), (True, False, 8),
     ):  # fmt: skip
-        d = virtual([0, 0, 1, 1], in_chunks, two_level=two_level, splits=splits, **settings)
+        d = virtual([0, 0, 1, 1], in_chunks, two_level=two_level, chunk_capacity=chunk_capacity, **settings)
         t = tokens_of(0, 4, 2, 4, 8, torch.float32, "uniform")
         before = stats().host_reads.total()
         routed = d.dispatch([t.x] * 4, [t.ids] * 4, [t.weights] * 4)
@@ -479,14 +468,14 @@ def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], s
     bits = rounds_of(rank, transport, two_level=True)
     for more in (
         {"two_level": None}, {"two_level": False}, {"chunk_capacity": 12 * 3, "two_level": False},
-        {"save": "redispatch", "two_level": True}, {"splits": "fixed", "two_level": True},
+        {"save": "redispatch", "two_level": True}, {"chunk_capacity": 1 << 20, "two_level": True},
     ):  # fmt: skip
         again = rounds_of(rank, transport, **more)
         assert again == bits, more
     # By messages inside a node as well.
     many = settings_of(5, 3, 1024, 512, torch.bfloat16)
     assert "levels: two, the cheaper on" in TokenDispatcher(**with_options(**many, transport="process_group")).explain()
-    for more in ({}, {"save": "redispatch"}, {"save": "copy", "splits": "fixed"}):
+    for more in ({}, {"save": "redispatch"}, {"save": "copy", "chunk_capacity": 1 << 20}):
         assert rounds_of(rank, "process_group", two_level=True, **more) == bits, more
     return bits, TokenDispatcher(**with_options(**many, transport=transport)).explain()
 
@@ -525,10 +514,10 @@ def test_ranks_with_other_levels_disagree() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("save", ["buffer", "copy"])
-@pytest.mark.parametrize("in_chunks, splits", [(False, None), (True, None), (True, "fixed")])
-def test_compiled_equals_eager(save: str, in_chunks: bool, splits: str | None) -> None:
+@pytest.mark.parametrize("in_chunks, chunk_capacity", [(False, None), (True, None), (True, 12)])
+def test_compiled_equals_eager(save: str, in_chunks: bool, chunk_capacity: int | None) -> None:
     torch._dynamo.reset()
-    settings = settings_of(4, 2, 8, 6, torch.float32, save=save, splits=splits, two_level=True)
+    settings = settings_of(4, 2, 8, 6, torch.float32, save=save, chunk_capacity=chunk_capacity, two_level=True)
     d = virtual([0, 1, 1], in_chunks, **settings)
     tokens = [tokens_of(r, 2 * r + 1, 2, 4, 8, torch.float32, "holes") for r in range(3)]
 

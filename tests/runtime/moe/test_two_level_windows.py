@@ -37,7 +37,7 @@ from shardweave.runtime.transports.process_group import ProcessGroupTransport
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
 
 pytestmark = pytest.mark.multi
-FIXED = {"two_level": True, "splits": "fixed"}
+FIXED = {"two_level": True, "chunk_capacity": 1 << 20}
 SEVERAL = [{}, {"save": "copy"}, {"save": "redispatch", "zero_rows": True}, {"pooled_buffers": 0}]
 
 
