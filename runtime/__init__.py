@@ -16,7 +16,6 @@ from .dtensor.redistribute import explain, prepare_redistribute, redistribute
 from .dtensor.redistribute_spmd import redistribute_spmd
 from .executor.simulate import simulate
 from .flight_recorder import dump_flight_records
-from .logs import set_up_logs
 from .moe.activation import silu_and_mul
 from .moe.balance import BalancedExperts, balance_experts
 from .moe.dispatcher import TokenDispatcher
@@ -118,5 +117,3 @@ __all__ = [
     "uninstall",
     "whole_of_shares",
 ]
-
-set_up_logs()

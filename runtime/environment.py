@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from pathlib import Path
@@ -15,16 +14,6 @@ _TORCH_FILES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 _SEGMENT_KINDS = ("anonymous", "named")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 BYTES = "a whole number below 2**63, of bytes or with a unit: K or KiB (1024 bytes), M or MiB, G or GiB, T or TiB"
-_LOGGERS = {
-    "all": ("",),
-    "dispatch": (".runtime.moe",),
-    "dtensor": (".runtime.dtensor", ".runtime.statistics"),
-    "executor": (".runtime.executor",),
-    "flight_recorder": (".runtime.flight_recorder",),
-    "transports": (".runtime.transports",),
-}
-"""The names that SHARDWEAVE_LOGS takes, and the loggers below `shardweave` that each of them sets."""
-_LOG_LEVELS = {"": logging.INFO, "+": logging.DEBUG, "-": logging.ERROR}
 
 
 def requested_transport() -> str | None:
@@ -105,28 +94,6 @@ def requested_poison() -> bool:
         ArgumentError: neither 0 nor 1.
     """
     return _switch("SHARDWEAVE_POISON_ROWS")
-
-
-def requested_logs() -> dict[str, int]:
-    """SHARDWEAVE_LOGS: the level of each logger that it names; empty where it is not set.
-
-    As in TORCH_LOGS, names are separated by commas; `name` is level INFO, `+name` DEBUG and `-name` ERROR.
-
-    Raises:
-        ArgumentError: a name that is not known.
-    """
-    levels: dict[str, int] = {}
-    for item in (os.environ.get("SHARDWEAVE_LOGS") or "").split(","):
-        if not item.strip():
-            continue
-        sign, name = re.fullmatch(r"([+-]?)(.*)", item.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
-        if name not in _LOGGERS:
-            raise ArgumentError(
-                f"SHARDWEAVE_LOGS: {item.strip()!r}; allowed: {', '.join(_LOGGERS)}, each also after + (DEBUG) or - "
-                "(ERROR), separated by commas"
-            )
-        levels |= dict.fromkeys((f"shardweave{logger}" for logger in _LOGGERS[name]), _LOG_LEVELS[sign])
-    return levels
 
 
 def requested_nvtx() -> bool:
