@@ -31,7 +31,6 @@ from ..planner.render.explain import format_bytes
 from ..runtime.environment import (
     pretended_node_size,
     requested_flight_records,
-    requested_nvtx,
     requested_poison,
     requested_pool_limit,
     requested_timeout,
@@ -103,7 +102,6 @@ def settings() -> Iterator[Finding]:
         "SHARDWEAVE_NODE_SIZE": pretended_node_size,
         "SHARDWEAVE_POISON_ROWS": requested_poison,
         "SHARDWEAVE_POOL_LIMIT": requested_pool_limit,
-        "SHARDWEAVE_NVTX": requested_nvtx,
         "SHARDWEAVE_FR_BUFFER_SIZE": requested_flight_records,
     }
     for name, check in checks.items():

@@ -93,16 +93,10 @@ def requested_poison() -> bool:
     Raises:
         ArgumentError: neither 0 nor 1.
     """
-    return _switch("SHARDWEAVE_POISON_ROWS")
-
-
-def requested_nvtx() -> bool:
-    """SHARDWEAVE_NVTX: whether calls are NVTX ranges as well.
-
-    Raises:
-        ArgumentError: neither 0 nor 1.
-    """
-    return _switch("SHARDWEAVE_NVTX")
+    text = os.environ.get("SHARDWEAVE_POISON_ROWS") or "0"
+    if text not in ("0", "1"):
+        raise ArgumentError(f"SHARDWEAVE_POISON_ROWS: {text!r}; allowed: 0, 1")
+    return text == "1"
 
 
 def requested_flight_records() -> int:
@@ -131,10 +125,3 @@ def flight_record_folder() -> Path:
         return Path(prefix).absolute().parent / "shardweave"
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "torch" / "shardweave"
-
-
-def _switch(name: str, default: bool = False) -> bool:
-    text = os.environ.get(name) or str(int(default))
-    if text not in ("0", "1"):
-        raise ArgumentError(f"{name}: {text!r}; allowed: 0, 1")
-    return text == "1"
