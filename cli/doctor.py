@@ -32,7 +32,6 @@ from ..runtime.environment import (
     pretended_node_size,
     requested_flight_records,
     requested_poison,
-    requested_pool_limit,
     requested_timeout,
 )
 from ..runtime.supported_versions import SUPPORTED, installed_version, is_supported, requirement
@@ -101,7 +100,6 @@ def settings() -> Iterator[Finding]:
         "SHARDWEAVE_SEGMENTS": segments.uses_names,
         "SHARDWEAVE_NODE_SIZE": pretended_node_size,
         "SHARDWEAVE_POISON_ROWS": requested_poison,
-        "SHARDWEAVE_POOL_LIMIT": requested_pool_limit,
         "SHARDWEAVE_FR_BUFFER_SIZE": requested_flight_records,
     }
     for name, check in checks.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from ..errors import ArgumentError
@@ -12,8 +11,6 @@ _MAX_TIMEOUT = 366 * 86400.0
 _MAX_RECORDS = 1_000_000
 _TORCH_FILES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 _SEGMENT_KINDS = ("anonymous", "named")
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-BYTES = "a whole number below 2**63, of bytes or with a unit: K or KiB (1024 bytes), M or MiB, G or GiB, T or TiB"
 
 
 def requested_transport() -> str | None:
@@ -63,28 +60,6 @@ def requested_segments() -> str | None:
     if kind is not None and kind not in _SEGMENT_KINDS:
         raise ArgumentError(f"SHARDWEAVE_SEGMENTS: {kind!r}; allowed: {', '.join(_SEGMENT_KINDS)}")
     return kind
-
-
-def requested_pool_limit() -> int | None:
-    """SHARDWEAVE_POOL_LIMIT in bytes; None where it is not set.
-
-    Raises:
-        ArgumentError: not a number of bytes.
-    """
-    text = os.environ.get("SHARDWEAVE_POOL_LIMIT")
-    if not text:
-        return None
-    limit = bytes_of(text)
-    if limit is None:
-        raise ArgumentError(f"SHARDWEAVE_POOL_LIMIT: {text!r}; allowed: {BYTES}")
-    return limit
-
-
-def bytes_of(text: str) -> int | None:
-    """The bytes that a text such as "4096", "64K" or "1MiB" says; None: not such a number."""
-    match = re.fullmatch(r"([0-9]{1,19})(?:([KMGT])(?:iB)?)?", text)
-    nbytes = int(match[1]) << _UNITS[match[2] or ""] if match else 1 << 63
-    return nbytes if nbytes < 1 << 63 else None
 
 
 def requested_poison() -> bool:
