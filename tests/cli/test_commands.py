@@ -285,12 +285,7 @@ NINES = "9" * 5000
             (["record", "-m", name], "is not a module that can be run; allowed with -m: a module, or a package with")
             for name in ("no.such.module", "collections", "", ".a", "a..b", "a\0b", "/a", NINES)
         ),
-        (["record", "--min-bytes", "8", __file__], "--min-bytes: given without --install; allowed: with it"),
         (["record", "--adapt-fsdp", __file__], "--adapt-fsdp: given without --install; allowed: with it"),
-        (
-            ["record", "--install", "--min-bytes", "-8", __file__],
-            "argument --min-bytes: '-8': not a whole number below 2**63, of bytes",
-        ),
         (["record", "--install", "--topology", "no/file", __file__], "--topology: 'no/file' cannot be read: "),
         ([NINES], "invalid choice"),
     ],

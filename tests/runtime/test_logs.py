@@ -37,10 +37,11 @@ def messages(rank: int) -> list[tuple[str, str, str]]:
     logger.addHandler(Kept())
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
-    with shardweave.installed(min_bytes=8):
+    left_out = distribute_tensor(torch.ones(1), init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()])
+    with shardweave.installed(only=mesh):
         for _ in range(2):
             x.redistribute(placements=[Replicate()])
-            distribute_tensor(torch.ones(1), mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+            left_out.redistribute(placements=[Replicate(), Replicate()])
     dispatcher = shardweave.TokenDispatcher(num_experts=2, top_k=1, hidden=4, max_tokens=3, dtype=torch.float32)
     del dispatcher
     return seen
@@ -50,11 +51,11 @@ def messages(rank: int) -> list[tuple[str, str, str]]:
 def test_events_and_their_levels() -> None:
     first, second = run_ranks(messages, 2)
     expected = [
-        ("INFO", "dtensor.install", r"installed: .* \(topology=None, .*min_bytes=8.*; torch 2.*, triton 3.*\)"),
+        ("INFO", "dtensor.install", r"installed: .* \(topology=None, .*only=.*; torch 2.*, triton 3.*\)"),
         ("INFO", "transports.select", r"ranks \(0, 1\) exchange by \w+: .*"),
         ("DEBUG", "executor.call", r"bound S0 → R   float32\[5\] on .*: receives 8 bytes by \w+"),
-        ("INFO", "statistics", r"left to torch: smaller than install\(min_bytes=\) .*Further ones are counted.*"),
-        ("DEBUG", "statistics", r"left to torch: smaller than install\(min_bytes=\) .*\)"),
+        ("INFO", "statistics", r"left to torch: a mesh that install\(only=\) leaves out .*Further ones are counted.*"),
+        ("DEBUG", "statistics", r"left to torch: a mesh that install\(only=\) leaves out .*\)"),
         ("INFO", "dtensor.install", "uninstalled: .* run on torch"),
         ("DEBUG", "moe.dispatcher", r"made token dispatcher 1 of these ranks: 2 experts.*: \w+, .*"),
     ]  # fmt: skip

@@ -323,10 +323,10 @@ def some_left_to_torch(rank: int) -> None:
 
     plain = gradients(None)
     for saved in SAVED:
-        for min_bytes in (0, 33):
-            with shardweave.installed(min_bytes=min_bytes):
+        for only in (mesh, []):
+            with shardweave.installed(only=only):
                 assert all(torch.equal(a, b) for a, b in zip(gradients(saved), plain, strict=True)), saved
-    assert "smaller than install(min_bytes=)" in shardweave.stats().delegations
+    assert "a mesh that install(only=) leaves out" in shardweave.stats().delegations
 
 
 def test_checkpointed_regions_with_delegations() -> None:
@@ -470,7 +470,7 @@ def logged(rank: int) -> list[tuple[str, str]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = distribute_tensor(torch.arange(12.0), mesh, [S0], src_data_rank=None)
     for _ in range(2):
-        with shardweave.installed(min_bytes=100):
+        with shardweave.installed(only=[]):
             x.redistribute(placements=[R])
         with shardweave.installed():
             for mode in (Recorder(), CommDebugMode()):
@@ -485,8 +485,9 @@ def test_delegations_are_logged_once_per_reason() -> None:
     first, second = run_ranks(logged, 2)
     assert [level for level, _ in first] == ["INFO", "WARNING", "INFO"]
     assert [level for level, _ in second] == ["DEBUG"] * 3
+    reasons = "install(only=)", "Recorder is a dispatch mode not", "CommDebug"
     for lines in (first, second):
-        for (_, line), why in zip(lines, ("min_bytes", "Recorder is a dispatch mode not", "CommDebug"), strict=True):
+        for (_, line), why in zip(lines, reasons, strict=True):
             assert line.startswith("left to torch: ") and why in line and "S(0)" in line and "delegations" in line
     (alone,) = run_ranks(logged, 1)
     assert {level for level, line in alone if "world size 1" in line} == {"DEBUG"}
