@@ -106,11 +106,17 @@ class DispatchOptions:
     scale_layout: ScaleLayout | None = None
 
     def __repr__(self) -> str:
-        given = (f for f in fields(DispatchOptions) if getattr(self, f.name) != f.default)
-        return f"DispatchOptions({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(DispatchOptions) if _is_set(self, f.name)]
+        return f"DispatchOptions({', '.join(given)})"
 
 
 DEFAULT_OPTIONS = DispatchOptions()
+
+
+def _is_set(options: DispatchOptions, name: str) -> bool:
+    """Whether an option is not the default."""
+    value, default = getattr(options, name), getattr(DEFAULT_OPTIONS, name)
+    return type(value) is not type(default) or value != default  # an array is compared by its type
 
 
 def refuse_options(options: DispatchOptions, *names: str, why: str) -> None:
@@ -124,9 +130,9 @@ def refuse_options(options: DispatchOptions, *names: str, why: str) -> None:
     """
     check_options(options)
     for name in names:
-        value, default = getattr(options, name), getattr(DEFAULT_OPTIONS, name)
-        if value != default:
-            raise ArgumentError(f"{name}: {shown(value)}; allowed here: {default!r}, {why}")
+        if _is_set(options, name):
+            default = getattr(DEFAULT_OPTIONS, name)
+            raise ArgumentError(f"{name}: {shown(getattr(options, name))}; allowed here: {default!r}, {why}")
 
 
 def check_options(options: object) -> None:
