@@ -48,6 +48,7 @@ except (ImportError, AttributeError) as error:
     ) from error
 from shardweave.runtime import (
     BalancedExperts,
+    DispatchOptions,
     ExpertParallel,
     FSDPAllGather,
     FSDPReduceScatter,
@@ -115,6 +116,7 @@ __all__ = [
     "Batch",
     "CapacityError",
     "DisagreementError",
+    "DispatchOptions",
     "ExpertParallel",
     "FSDPAllGather",
     "FSDPReduceScatter",

@@ -11,14 +11,12 @@ from ..kernels.tokens.rows import PAYLOADS
 from ..runtime.moe.config import DispatchConfig
 from ..runtime.moe.report import explain, to_dict
 from ..runtime.moe.transfer.fixed import FixedTransfer
-from ..runtime.moe.transfer.levels import SYMMETRIC, windows_inside, with_splits
 from ..runtime.moe.transfer.push import PushTransfer
 from ..runtime.moe.transfer.sendrecv import SendRecvTransfer
 from ..runtime.moe.transfer.window import WindowTransfer
 from .output_streams import print_wrapped
 from .parsing import dtype, number_of, whole_number
 
-GPUS_OF_A_NODE = 8
 ALGORITHMS = (PushTransfer, WindowTransfer, SendRecvTransfer, FixedTransfer)
 
 
@@ -47,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="receive buffers with device-side synchronisation (default: %(default)s)",
     )
     parser.add_argument("--chunk-capacity", metavar="ROWS|FACTOR", help="two-sided transports: rows of a chunk")
-    parser.add_argument("--splits", help="two-sided transports: host or fixed (default: by --chunk-capacity)")
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
 
 
@@ -62,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
         given.ranks, num_experts=given.experts, top_k=given.top_k, hidden=given.hidden, max_tokens=given.tokens,
         dtype=_dtype(given.dtype), capacity=_capacity("capacity", given.capacity),
         expert_capacity=given.expert_capacity, align=given.align, overflow=given.overflow, layout=given.layout,
-        save=given.save, pooled_buffers=given.pooled_buffers, splits=given.splits,
+        save=given.save, pooled_buffers=given.pooled_buffers,
         chunk_capacity=_capacity("chunk_capacity", given.chunk_capacity),
     )  # fmt: skip
     if given.top_k > given.experts:  # a dispatcher takes that, since ids may be -1; a token's experts here differ
@@ -70,15 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
     if given.as_json:
         print(json.dumps(to_dict(config, ALGORITHMS), indent=1))
         return 0
-    lines = [explain(config, ALGORITHMS)]
-    if config.splits is None:
-        nodes = [rank // GPUS_OF_A_NODE for rank in range(given.ranks)]
-        _, why = with_splits(config, nodes)
-        lines.append(f"  on GPUs with a two-sided transport, {GPUS_OF_A_NODE} per node: {why}")
-        if windows_inside(nodes, SYMMETRIC):
-            _, why = with_splits(config, nodes, True)
-            lines.append(f'  with transport="symmetric_memory": {why}')
-    print_wrapped("\n".join(lines))
+    print_wrapped(explain(config, ALGORITHMS))
     return 0
 
 

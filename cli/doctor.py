@@ -31,11 +31,7 @@ from ..planner.render.explain import format_bytes
 from ..runtime.environment import (
     pretended_node_size,
     requested_flight_records,
-    requested_logs,
-    requested_nvtx,
     requested_poison,
-    requested_pool_limit,
-    requested_sms,
     requested_timeout,
 )
 from ..runtime.supported_versions import SUPPORTED, installed_version, is_supported, requirement
@@ -103,11 +99,7 @@ def settings() -> Iterator[Finding]:
         "SHARDWEAVE_TRANSPORT": lambda: check_name(os.environ["SHARDWEAVE_TRANSPORT"]),
         "SHARDWEAVE_SEGMENTS": segments.uses_names,
         "SHARDWEAVE_NODE_SIZE": pretended_node_size,
-        "SHARDWEAVE_NUM_SMS": requested_sms,
         "SHARDWEAVE_POISON_ROWS": requested_poison,
-        "SHARDWEAVE_POOL_LIMIT": requested_pool_limit,
-        "SHARDWEAVE_LOGS": requested_logs,
-        "SHARDWEAVE_NVTX": requested_nvtx,
         "SHARDWEAVE_FR_BUFFER_SIZE": requested_flight_records,
     }
     for name, check in checks.items():

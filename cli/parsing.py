@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ..errors import ArgumentError, shown
 from ..planner import ITEMSIZE, TOPOLOGIES, Topology
-from ..runtime.environment import BYTES, bytes_of
 from ..runtime.text_files import read_text
 
 _SHORT_DTYPES = {
@@ -23,6 +22,7 @@ _SHORT_DTYPES = {
     **{f"{letters}_{kind}": f"float8_{kind}" for letters in ("fp8", "f8") for kind in ("e4m3fn", "e5m2")},
     **{f"f8{name[7:]}": name for name in ITEMSIZE if name.startswith("float8_")},
 }
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 def dtype(text: str) -> str:
@@ -46,10 +46,14 @@ def whole_number(text: str) -> int:
 
 
 def number_of_bytes(text: str) -> int:
-    """Argument type: a number of bytes, with or without a unit."""
-    nbytes = bytes_of(text)
-    if nbytes is None:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: not {BYTES}")
+    """Argument type: a number of bytes, such as "4096", "64K" or "1MiB"."""
+    match = re.fullmatch(r"([0-9]{1,19})(?:([KMGT])(?:iB)?)?", text)
+    nbytes = int(match[1]) << _UNITS[match[2] or ""] if match else 1 << 63
+    if nbytes >= 1 << 63:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: not a whole number below 2**63, of bytes or with a unit: K or KiB (1024 bytes), M or MiB, "
+            "G or GiB, T or TiB"
+        )
     return nbytes
 
 

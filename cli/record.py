@@ -17,9 +17,9 @@ from ..runtime import install, record
 from ..runtime.dtensor.fsdp import adapt_fsdp_when_first_used
 from ..runtime.tracing.recording import Recording
 from ..runtime.tracing.trace_file import Trace
-from .parsing import number_of_bytes, topology
+from .parsing import topology
 
-_WITH_INSTALL = ("costs", "topology", "reduction", "min_bytes", "spmd_types", "adapt_fsdp")
+_WITH_INSTALL = ("costs", "topology", "reduction", "spmd_types", "adapt_fsdp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--reduction", choices=("ordered", "fast"), help="fast: backends may reduce (default: ordered)"
     )
-    options.add_argument("--min-bytes", type=number_of_bytes, metavar="BYTES", help="leave smaller tensors to torch")
     options.add_argument("--spmd-types", action="store_true", help="also run the collectives of spmd_types")
     options.add_argument(
         "--adapt-fsdp", action="store_true", help="also run the collectives of all modules sharded with FSDP2"

@@ -48,7 +48,7 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "Token dispatch",
         {
             "Dispatch and combine": (
-                "TokenDispatcher", "RoutedTokens", "PendingTokens", "TokenLoad", "silu_and_mul",
+                "TokenDispatcher", "DispatchOptions", "RoutedTokens", "PendingTokens", "TokenLoad", "silu_and_mul",
                 "VirtualTokenDispatcher",
             ),
             "Balance": ("balance_experts", "BalancedExperts", "move_experts", "sum_replicas"),

@@ -41,9 +41,14 @@ class Mixture(nn.Module):
     def __init__(self, mesh: DeviceMesh, up: torch.Tensor, down: torch.Tensor, router: torch.Tensor) -> None:
         super().__init__()
         self.dispatcher = shardweave.TokenDispatcher(
-            mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=TOKENS, dtype=torch.float32,
-            expert_map=IN_ORDER,
-        )  # fmt: skip
+            mesh,
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            hidden=HIDDEN,
+            max_tokens=TOKENS,
+            dtype=torch.float32,
+            options=shardweave.DispatchOptions(expert_map=IN_ORDER),
+        )
         mine = IN_ORDER[mesh.get_local_rank()]
         self.up, self.down = nn.Parameter(up[mine]), nn.Parameter(down[mine])
         self.router = router

@@ -11,7 +11,7 @@
   tensors, `local_slice` for requests that need no program.
 - Programs: `program_base` holds the data, `render` the text, SVG and JSON forms, `program` both; `collectives` tells
   which steps are collectives of torch.distributed.
-- `token_splits` compares the two kinds of split sizes of token exchanges, `token_levels` their levels;
+- `token_levels` compares the levels of token exchanges;
   `token_dedupe` prices a token that crosses once for each rank inside a node.
 """
 
@@ -21,7 +21,6 @@ from .collectives import backend_reduction, is_even_all_gather
 from .cost.hardware import MachineFigures, found_topology
 from .cost.token_dedupe import price_dedupe, reached_shares
 from .cost.token_levels import price_levels
-from .cost.token_splits import HOST_READ_US, SPLITS, Splits, price_splits
 from .cost.topology import (
     NVLINK_INFINIBAND,
     NVLINK_NODE,
@@ -53,12 +52,10 @@ from .request import Request
 
 __all__ = [
     "FILL",
-    "HOST_READ_US",
     "ITEMSIZE",
     "MOST_RANKS",
     "NVLINK_INFINIBAND",
     "NVLINK_NODE",
-    "SPLITS",
     "TOPOLOGIES",
     "Batch",
     "TransferTable",
@@ -80,7 +77,6 @@ __all__ = [
     "Request",
     "Row",
     "Shard",
-    "Splits",
     "Step",
     "StridedShard",
     "Topology",
@@ -107,7 +103,6 @@ __all__ = [
     "position_of",
     "price_dedupe",
     "price_levels",
-    "price_splits",
     "reached_shares",
     "redistribute_cost",
     "resolve_layout",

@@ -16,11 +16,11 @@ from .dtensor.redistribute import explain, prepare_redistribute, redistribute
 from .dtensor.redistribute_spmd import redistribute_spmd
 from .executor.simulate import simulate
 from .flight_recorder import dump_flight_records
-from .logs import set_up_logs
 from .moe.activation import silu_and_mul
 from .moe.balance import BalancedExperts, balance_experts
 from .moe.dispatcher import TokenDispatcher
 from .moe.move_experts import move_experts, sum_replicas
+from .moe.options import DispatchOptions
 from .moe.parallel_style import ExpertParallel
 from .moe.pending import PendingTokens
 from .moe.permute_indices import generate_permute_indices
@@ -69,6 +69,7 @@ else:
 
 __all__ = [
     "BalancedExperts",
+    "DispatchOptions",
     "ExpertParallel",
     "FSDPAllGather",
     "FSDPReduceScatter",
@@ -116,5 +117,3 @@ __all__ = [
     "uninstall",
     "whole_of_shares",
 ]
-
-set_up_logs()

@@ -53,7 +53,7 @@ from shardweave.kernels.channel import Failure
 from shardweave.kernels.compare_words import WordComparison
 from shardweave.kernels.launch import Launches
 from shardweave.planner import Program, plan
-from shardweave.runtime import VirtualTokenDispatcher
+from shardweave.runtime import DispatchOptions, VirtualTokenDispatcher
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.moe.activation import silu_and_mul
@@ -328,7 +328,7 @@ class Layer:
     Attributes:
         odd: tokens lie in rows that are one element longer, and begin with the second.
         experts_twice: every rank but the last also has the last expert.
-        options: of the dispatcher. With a `chunk_capacity` ranks send and receive.
+        options: of DispatchOptions. With a `chunk_capacity` ranks send and receive.
     """
 
     name: str
@@ -400,10 +400,19 @@ def _train(layer: Layer) -> None:
             for r in range(layer.ranks)]  # fmt: skip
     last = layer.experts - 1
     dispatcher = VirtualTokenDispatcher(
-        layer.ranks, num_experts=layer.experts, top_k=layer.top_k, hidden=layer.hidden, max_tokens=layer.tokens,
-        dtype=layer.dtype, device=_NOWHERE, one_sided="chunk_capacity" not in layer.options, **layer.options,
-        expert_map=[[*h, *[last] * (last not in h)] for h in held] if layer.experts_twice else None,
-    )  # fmt: skip
+        layer.ranks,
+        num_experts=layer.experts,
+        top_k=layer.top_k,
+        hidden=layer.hidden,
+        max_tokens=layer.tokens,
+        dtype=layer.dtype,
+        options=DispatchOptions(
+            **layer.options,
+            expert_map=[[*h, *[last] * (last not in h)] for h in held] if layer.experts_twice else None,
+        ),
+        device=_NOWHERE,
+        one_sided="chunk_capacity" not in layer.options,
+    )
 
     def of_all(*shape: int, dtype: torch.dtype, wanted: bool = False) -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=dtype, device=_NOWHERE, requires_grad=wanted) for _ in range(layer.ranks)]

@@ -22,6 +22,8 @@ import torch
 import triton.testing
 from torch.profiler import ProfilerActivity, profile
 
+from shardweave.runtime.moe.options import DispatchOptions
+
 from ...errors import UnsupportedError
 from ...kernels import QuantizationName
 from ...planner import plan
@@ -33,8 +35,12 @@ from ..harness.machine import provenance
 from ..harness.markdown import figure, provenance_lines, table
 
 LAYOUTS = (
-    ((8,), "S0", "R"), ((8,), "S0", "S1"), ((8,), "P", "S0"), ((8,), "P", "R"), ((4, 4), "S0 S1", "S1 S0"),
-)  # fmt: skip
+    ((8,), "S0", "R"),
+    ((8,), "S0", "S1"),
+    ((8,), "P", "S0"),
+    ((8,), "P", "R"),
+    ((4, 4), "S0 S1", "S1 S0"),
+)
 SHAPES = {False: ((8192, 8192), (8191, 8193)), True: ((32, 32), (31, 33))}  # in a dry run: the second
 RANKS, TOP_K = 8, 8
 TOKENS = {False: ((4096, 7168, 256), (128, 7168, 256)), True: ((12, 128, 16), (3, 128, 16))}  # of each rank, H, E
@@ -72,7 +78,13 @@ def redistribution(
 def dispatch(tokens: int, hidden: int, experts: int, quantize: QuantizationName | None, device: torch.device) -> Made:
     """Dispatch and combine, with experts that do nothing."""
     dispatcher = VirtualTokenDispatcher(
-        RANKS, num_experts=experts, top_k=TOP_K, hidden=hidden, max_tokens=tokens, device=device, quantize=quantize
+        RANKS,
+        num_experts=experts,
+        top_k=TOP_K,
+        hidden=hidden,
+        max_tokens=tokens,
+        device=device,
+        options=DispatchOptions(quantize=quantize),
     )
     xs = [small_numbers(tokens, hidden, device=device) for _ in range(RANKS)]
     ids = [torch.rand(tokens, experts, device=device).topk(TOP_K).indices for _ in range(RANKS)]

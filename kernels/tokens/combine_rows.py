@@ -75,9 +75,7 @@ def row_values(
         return decode(tl.load(source + c, mask=present, other=0), DTYPE, SOFT)
 
 
-@triton.jit(
-    do_not_specialize=["out", "out_stride", "add", "add_stride", "weight_stride", "choice_stride", "blocks", "programs"]
-)
+@triton.jit(do_not_specialize=["out", "out_stride", "add", "add_stride", "weight_stride", "choice_stride", "blocks"])
 def combine_rows_kernel(
     key_in,  # int32 [tokens, K]
     row_in,  # int32 [tokens, K]
@@ -94,7 +92,6 @@ def combine_rows_kernel(
     weight_stride: tl.int64,
     choice_stride: tl.int64,
     blocks: tl.int64,
-    programs: tl.int64,
     K: tl.constexpr,
     H: tl.constexpr,
     COLS: tl.constexpr,
@@ -116,12 +113,12 @@ def combine_rows_kernel(
     PTX: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Program i writes blocks i, i + programs, ... of the tokens' rows. The last one to finish overwrites the output,
-    contiguous then, if this rank has failed, and releases the window."""
+    """Program i writes block i of the tokens' rows. The last one to finish overwrites the output, contiguous then, if
+    this rank has failed, and releases the window."""
     row_blocks: tl.constexpr = (H + COLS - 1) // COLS
-    for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
-        # A loop variable is a number of Python's in the interpreter.
-        t = tl.full((), 0, tl.int64) + block // row_blocks
+    block = tl.program_id(0).to(tl.int64)
+    if block < blocks:
+        t = block // row_blocks
         c = block % row_blocks * COLS + tl.arange(0, COLS)
         inside = c < H
         total = tl.zeros([COLS], tl.float32)
@@ -230,12 +227,12 @@ def combine_rows(
         choice = buffers.choice
         index, error = (rows.key, table) if choice is None else choice
         blocks = tokens * cdiv(hidden, launch.columns)
-        programs = max(launch.programs_for(blocks), 1)
+        grid = max(blocks, 1), 1, 1
         peers, signals = (0, table) if release is None else (release.peers, release.words)
         _combines(
-            (programs, 1, 1), out.device,
+            grid, out.device,
             (rows.key, rows.row, table, given, index, error, signals, rows.key if nodes is None else nodes),
-            (to, stride, of, of_stride, weight_stride, index.stride(0), blocks, programs),
+            (to, stride, of, of_stride, weight_stride, index.stride(0), blocks),
             _constants(
                 out.dtype, k, hidden, align, launch, weights is not None, add is not None, choice is not None,
                 nodes is not None, peers, quantized, buffers.shape[1] * 4,

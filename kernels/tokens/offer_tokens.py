@@ -42,7 +42,7 @@ class RowTables(NamedTuple):
 
 @triton.jit(
     do_not_specialize=[
-        "x", "x_stride", "target", "weight_stride", "tokens", "most", "me", "ranks", "blocks", "programs",
+        "x", "x_stride", "target", "weight_stride", "tokens", "most", "me", "ranks", "blocks",
         "fingerprint",
     ]
 )  # fmt: skip
@@ -63,7 +63,6 @@ def offer_tokens_kernel(
     me: tl.int32,
     ranks: tl.int32,
     blocks: tl.int64,
-    programs: tl.int64,
     fingerprint: tl.int64,
     K: tl.constexpr,
     KP: tl.constexpr,  # a power of two, no less than K
@@ -79,12 +78,12 @@ def offer_tokens_kernel(
     PTX: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Program i processes blocks i, i + programs, ...: those of the tokens, then those of the ranks' tables. The last
-    one to finish has a barrier with the peers."""
+    """Program i processes block i: first those of the tokens, then those of the ranks' tables. The last one to finish
+    has a barrier with the peers."""
     row_blocks: tl.constexpr = (H + COLS - 1) // COLS
-    for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
-        # A loop variable is a number of Python's in the interpreter.
-        t = tl.full((), 0, tl.int64) + block // row_blocks
+    block = tl.program_id(0).to(tl.int64)
+    if block < blocks:
+        t = block // row_blocks
         if t < tokens:
             c = block % row_blocks * COLS + tl.arange(0, COLS)
             source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
@@ -173,14 +172,14 @@ def offer_tokens(
         tensors = (rows.key, rows.row, weights, once, tables.row.table()[0], tables.weight.table()[0])
     if not blocks and barrier is None:
         return
-    programs = max(launch.programs_for(blocks), 1)
-    numbers = address, stride, there, weight_stride, tokens, most, me, ranks, blocks, programs, fingerprint
+    grid = max(blocks, 1), 1, 1
+    numbers = address, stride, there, weight_stride, tokens, most, me, ranks, blocks, fingerprint
     constants = _constants(x.dtype, k, hidden, align, launch, rows is not None, peers)
     if barrier is None:
-        _launches((programs, 1, 1), x.device, (*tensors, signals), numbers, constants)
+        _launches(grid, x.device, (*tensors, signals), numbers, constants)
     else:
         with barrier.signals.watched(acquires=False):
-            _launches((programs, 1, 1), x.device, (*tensors, signals), numbers, constants)
+            _launches(grid, x.device, (*tensors, signals), numbers, constants)
 
 
 _launches = Launches(offer_tokens_kernel)

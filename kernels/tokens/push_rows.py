@@ -47,7 +47,7 @@ NOT_QUANTIZED = {"GROUP": 0, "POWERS": False, "DTYPE": None, "ROW_BYTES": 0, "SC
 
 @triton.jit(
     do_not_specialize=[
-        "x", "x_stride", "weight_stride", "choice_stride", "tokens", "own", "blocks", "programs", "fingerprint",
+        "x", "x_stride", "weight_stride", "choice_stride", "tokens", "own", "blocks", "fingerprint",
     ]
 )  # fmt: skip
 def push_rows_kernel(
@@ -69,7 +69,6 @@ def push_rows_kernel(
     tokens: tl.int32,
     own: tl.int32,  # the buffer whose padding is zeroed
     blocks: tl.int64,
-    programs: tl.int64,
     fingerprint: tl.int64,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -90,13 +89,13 @@ def push_rows_kernel(
     PTX: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Program i processes blocks i, i + programs, ...: those of tokens' rows, then of the own groups' padding. The last
-    one to finish has a barrier with the peers."""
+    """Program i processes block i: first those of tokens' rows, then those of the own groups' padding. The last one to
+    finish has a barrier with the peers."""
     WHOLE: tl.constexpr = GROUP > 0 and GROUP >= H  # a row has one scale, and one program
     row_blocks: tl.constexpr = 1 if WHOLE else (H + COLS - 1) // COLS
-    for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
-        # A loop variable is a number of Python's in the interpreter.
-        t = tl.full((), 0, tl.int64) + block // row_blocks
+    block = tl.program_id(0).to(tl.int64)
+    if block < blocks:
+        t = block // row_blocks
         part = block % row_blocks
         first = part == 0
         column = part * COLS + tl.arange(0, COLS)
@@ -289,7 +288,7 @@ def push_rows(
             blocks = rows_and_padding * cdiv(hidden, launch.columns)
         else:
             blocks = rows_and_padding * quantized.how.blocks(hidden, quantized.how.columns(hidden, launch.columns))
-        programs = max(launch.programs_for(blocks), 1)
+        grid = max(blocks, 1), 1, 1
         constants = (
             x.dtype, k, hidden, align, launch, each, weights is not None, choice is not None, quantized,
             buffers.shape[1] * 4,
@@ -298,8 +297,7 @@ def push_rows(
             rows.key, rows.row, table, given, weight_table, groups.offsets, groups.counts, groups.padded_counts,
             index, error,
         )  # fmt: skip
-        numbers = address, stride, weight_stride, index.stride(0), tokens, own, blocks, programs
-        grid = programs, 1, 1
+        numbers = address, stride, weight_stride, index.stride(0), tokens, own, blocks
         if barrier is None:
             _launches(grid, x.device, (*tensors, table), (*numbers, 0), _constants(*constants, 0))
         else:

@@ -23,7 +23,7 @@ from .rows import Buffers, RowLaunch, TokenRows, cdiv, power_of_two, row_alignme
 from .window_signals import WindowBarrier, barrier_of_ranks, finished_of, signal_constants
 
 
-@triton.jit(do_not_specialize=["values", "most", "blocks", "programs", "fingerprint"])
+@triton.jit(do_not_specialize=["values", "most", "blocks", "fingerprint"])
 def push_sums_kernel(
     row_in,  # int32 [slots, K]
     weights,  # float32 [slots, K]
@@ -32,7 +32,6 @@ def push_sums_kernel(
     values: tl.int64,  # address
     most: tl.int32,  # slots of a source
     blocks: tl.int64,
-    programs: tl.int64,
     fingerprint: tl.int64,
     K: tl.constexpr,
     KP: tl.constexpr,  # a power of two, no less than K
@@ -52,12 +51,11 @@ def push_sums_kernel(
     PTX: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Program i processes blocks i, i + programs, ... of the slots. The last one to finish has a barrier with the
-    peers."""
+    """Program i processes block i of the slots. The last one to finish has a barrier with the peers."""
     row_blocks: tl.constexpr = (H + COLS - 1) // COLS
-    for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
-        # A loop variable is a number of Python's in the interpreter.
-        slot = tl.full((), 0, tl.int64) + block // row_blocks
+    block = tl.program_id(0).to(tl.int64)
+    if block < blocks:
+        slot = block // row_blocks
         c = block % row_blocks * COLS + tl.arange(0, COLS)
         inside = c < H
         k = tl.arange(0, KP)
@@ -115,11 +113,10 @@ def push_sums(
     table, bits = targets.table()
     address, row_bytes = values.data_ptr(), values.shape[1] * values.element_size()
     align = row_alignment(dtype, hidden, bits | (address if quantized is None else 0))
-    programs = max(launch.programs_for(blocks), 1)
+    grid = max(blocks, 1), 1, 1
     given = table if weights is None else weights
     constants = dtype, k, hidden, align, launch, weights is not None, quantized, row_bytes
-    numbers = address, most, blocks, programs
-    grid = programs, 1, 1
+    numbers = address, most, blocks
     if barrier is None:
         _launches(grid, row.device, (row, given, table, table), (*numbers, 0), _constants(*constants, 0))
         return

@@ -143,30 +143,21 @@ def address_of(buffers, choice, error, choice_stride, destination, kept, CHOSEN:
 
 @dataclass(frozen=True)
 class RowLaunch:
-    """How one row is split into blocks, and how many programs share the blocks. `for_rows` returns the default.
+    """How one row is split into blocks, each of one program. `for_rows` returns the default.
 
     Attributes:
         columns: elements of a block, a power of two.
-        programs: at most so many programs loop over the blocks; None: each block has its own.
     """
 
     columns: int
     num_warps: int
-    programs: int | None = None
 
     @classmethod
     @cache
-    def for_rows(cls, hidden: int, itemsize: int, num_sms: int | None = None) -> RowLaunch:
-        """4 KiB per block: two 16-byte accesses for each of 128 threads, one for each of 256 on AMD.
-
-        With `num_sms` one program for each SM, of four times the threads, so that few SMs have many bytes in flight.
-        """
-        most = 4096 if num_sms is None else 16384
-        nbytes = min(most, power_of_two(hidden * itemsize))
-        return cls(max(nbytes, VECTOR) // itemsize, max(1, min(most, nbytes) // 1024), num_sms)
-
-    def programs_for(self, blocks: int) -> int:
-        return blocks if self.programs is None else min(blocks, self.programs)
+    def for_rows(cls, hidden: int, itemsize: int) -> RowLaunch:
+        """4 KiB per block: two 16-byte accesses for each of 128 threads, one for each of 256 on AMD."""
+        nbytes = min(4096, power_of_two(hidden * itemsize))
+        return cls(max(nbytes, VECTOR) // itemsize, max(1, nbytes // 1024))
 
 
 def power_of_two(x: int) -> int:

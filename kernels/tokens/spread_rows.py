@@ -24,7 +24,7 @@ class OwnRows(NamedTuple):
     """float32 [W * M, K]."""
 
 
-@triton.jit(do_not_specialize=["out", "slots", "most", "blocks", "programs"])
+@triton.jit(do_not_specialize=["out", "slots", "most", "blocks"])
 def spread_rows_kernel(
     sources,  # int64 [W], addresses
     row_in,  # int32 [slots, K]
@@ -40,7 +40,6 @@ def spread_rows_kernel(
     slots: tl.int32,
     most: tl.int32,  # slots of a source
     blocks: tl.int64,
-    programs: tl.int64,
     K: tl.constexpr,
     KP: tl.constexpr,  # a power of two, no less than K
     H: tl.constexpr,
@@ -50,12 +49,12 @@ def spread_rows_kernel(
     PADDING: tl.constexpr,  # parts of each group's padding
     NEW: tl.constexpr,  # whether the table has just arrived: it is checked and kept, and weights are stored
 ):
-    """Program i processes blocks i, i + programs, ...: those of the slots, then of the groups' padding."""
+    """Program i processes block i: first those of the slots, then those of the groups' padding."""
     row_blocks: tl.constexpr = (H + COLS - 1) // COLS
     target = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
-    for block in range(tl.program_id(0).to(tl.int64), blocks, programs):
-        # A loop variable is a number of Python's in the interpreter.
-        slot = tl.full((), 0, tl.int64) + block // row_blocks
+    block = tl.program_id(0).to(tl.int64)
+    if block < blocks:
+        slot = block // row_blocks
         first = block % row_blocks == 0
         c = block % row_blocks * COLS + tl.arange(0, COLS)
         inside = c < H
@@ -134,12 +133,11 @@ def spread_rows(
     if keep is not None:
         assert numbers is not None and error is not None
         failed = error
-    programs = launch.programs_for(blocks)
     align = row_alignment(out.dtype, hidden, bits | address)
     _launches(
-        (programs, 1, 1), out.device,
+        (blocks, 1, 1), out.device,
         (addresses, *table, failed, *kept, values, groups.offsets, groups.counts, groups.padded_counts),
-        (address, slots, most, blocks, programs),
+        (address, slots, most, blocks),
         _constants(out.dtype, k, hidden, align, launch, each, keep is not None),
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ It decides what shardweave carries out and what is left to torch. `install` puts
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ Stock = Callable[..., torch.Tensor]
 stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
 _count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _OTHER_TENSOR_TYPE = "local tensor is a "
-_OTHER_MESH, SMALL = "a mesh that install(only=) leaves out", "smaller than install(min_bytes=)"
+_OTHER_MESH = "a mesh that install(only=) leaves out"
 _ONE_RANK = "world size 1"
 _backend_obstacles: ProcessGroupCache[torch.device, str | None] = ProcessGroupCache(256)
 
@@ -165,9 +164,6 @@ def _why_delegate(
         return None if traced else backend_obstacle(x.device)
     if options.only is not None and current.mesh not in options.only:
         return _OTHER_MESH
-    if options.min_bytes and current.tensor_meta is not None:
-        if math.prod(current.tensor_meta.shape) * x.element_size() < options.min_bytes:
-            return SMALL
     for a, b in zip(current.placements, target.placements, strict=True):
         if b.is_partial() and a != b and not a.is_replicate():
             to_sum = type(a) is Shard and type(b) is Partial and b.reduce_op == "sum"
@@ -217,5 +213,5 @@ def level_of_reason(reason: str) -> int:
     """Debug for a world of one rank, info for what the user requested or has no data, warning for the rest."""
     if reason == _ONE_RANK:
         return logging.DEBUG
-    requested = reason in (COMPILING, _OTHER_MESH, SMALL) or reason.startswith(_OTHER_TENSOR_TYPE)
+    requested = reason in (COMPILING, _OTHER_MESH) or reason.startswith(_OTHER_TENSOR_TYPE)
     return logging.INFO if requested or reason.endswith((REPORTS, REPLACES, ON_META)) else logging.WARNING

@@ -102,7 +102,6 @@ def install(
     costs: bool = False,
     topology: Topology | TopologyName | None = None,
     reduction: Reduction = "ordered",
-    min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,
     spmd_types: bool = False,
     traced: bool = True,
@@ -126,7 +125,6 @@ def install(
         reduction: "ordered": values are reduced in ascending order of ranks, 16-bit floats accumulate in float32, and
             replicas are bitwise equal. "fast": where ranks exchange through torch.distributed, its backend computes
             sums and products in any order; max and min, which may lose NaN there, are reduced as in "ordered".
-        min_bytes: tensors of fewer bytes, over all ranks, are left to torch and counted.
         only: the meshes whose tensors shardweave redistributes; those on other meshes are left to torch and counted.
             None: all meshes.
         spmd_types: also run the collectives of the package spmd_types on shardweave, in forward and backward: its
@@ -139,7 +137,7 @@ def install(
         ArgumentError: an argument of the wrong type, or a value that is not allowed, also of an environment variable;
             `spmd_types` without the package. Then the previous state stays.
     """
-    _apply(install_options(topology, reduction, min_bytes, only, costs, spmd_types, traced))
+    _apply(install_options(topology, reduction, only, costs, spmd_types, traced))
 
 
 def uninstall() -> None:
@@ -153,7 +151,6 @@ def installed(
     costs: bool = False,
     topology: Topology | TopologyName | None = None,
     reduction: Reduction = "ordered",
-    min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,
     spmd_types: bool = False,
     traced: bool = True,
@@ -161,7 +158,7 @@ def installed(
     """A context manager that calls `install` with the same arguments, and restores the previous state on exit.
 
     Args:
-        costs, topology, reduction, min_bytes, only, spmd_types, traced: as for `install`.
+        costs, topology, reduction, only, spmd_types, traced: as for `install`.
 
     Raises:
         ArgumentError: as for `install`.
@@ -171,7 +168,6 @@ def installed(
         costs=costs,
         topology=topology,
         reduction=reduction,
-        min_bytes=min_bytes,
         only=only,
         spmd_types=spmd_types,
         traced=traced,
@@ -232,7 +228,6 @@ def _default_option(name: str) -> Callable[[], str]:
 # Ranks compare these when they first exchange anything.
 settings |= {
     "install()": lambda: "called" if is_installed() else "not called",
-    "install(min_bytes=)": _default_option("min_bytes"),
     # Each rank passes its own slices of meshes, so these cannot be compared.
     "install(only=)": lambda: "given" if redistribute_options.default.only else "not given",
     "install(topology=)": _default_option("topology"),

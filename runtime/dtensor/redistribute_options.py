@@ -20,7 +20,6 @@ class RedistributeOptions(NamedTuple):
         transport: the name of a transport; None chooses by what the ranks share.
         topology: what programs are planned for; None minimises bytes.
         reduction: "ordered" or "fast".
-        min_bytes: under `install`, smaller tensors (in bytes over all ranks) are left to torch.
         only: under `install`, tensors on other meshes are left to torch; None: all meshes.
         costs: under `install`, DTensor's sharding propagation uses shardweave's costs.
         spmd_types: under `install`, the collectives of spmd_types are carried out by shardweave.
@@ -30,7 +29,6 @@ class RedistributeOptions(NamedTuple):
     transport: TransportName | None = None
     topology: Topology | None = None
     reduction: Reduction = "ordered"
-    min_bytes: int = 0
     only: tuple[DeviceMesh, ...] | None = None
     costs: bool = False
     spmd_types: bool = False
@@ -61,7 +59,7 @@ def call_options(transport: Any = None, topology: Any = None, reduction: Any = N
 
 
 def install_options(
-    topology: Any, reduction: Any, min_bytes: Any, only: Any, costs: bool, spmd_types: bool, traced: bool
+    topology: Any, reduction: Any, only: Any, costs: bool, spmd_types: bool, traced: bool
 ) -> RedistributeOptions:
     """The validated options of `install`.
 
@@ -70,13 +68,9 @@ def install_options(
     """
     topology = topology_argument(topology)
     check_reduction(reduction)
-    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
-        raise ArgumentError(f"min_bytes: {min_bytes!r}; allowed: a number of bytes, 0 or more")
     meshes = only
     if only is not None:
         meshes = (only,) if not isinstance(only, Collection) or isinstance(only, DeviceMesh) else tuple(only)
         if not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
             raise ArgumentError(f"only: {only!r}; allowed: a DeviceMesh, several, or None")
-    return RedistributeOptions(
-        None, topology, reduction, min_bytes, meshes, bool(costs), bool(spmd_types), bool(traced)
-    )
+    return RedistributeOptions(None, topology, reduction, meshes, bool(costs), bool(spmd_types), bool(traced))

@@ -26,7 +26,7 @@ from ...errors import ArgumentError, UnsupportedError
 from ...planner import Mesh
 from ..executor.dispatch_modes import active_modes, is_traced, note_decision, why_not_under
 from . import redistribute_options
-from .drop_in import SMALL, backend_obstacle, count_left, why_not_plain, why_not_traced
+from .drop_in import backend_obstacle, count_left, why_not_plain, why_not_traced
 from .in_graph import call_in_graph, remember
 from .local import is_in
 from .plain_calls import mesh_of_group, redistribute_plain
@@ -291,6 +291,4 @@ def _why_not(request: _Collective, mesh: Mesh, options: RedistributeOptions, tra
         axes = (dist.get_process_group_ranks(group) for other in mine for group in other.get_all_groups())
         if ranks not in axes:
             return _OTHER_AXIS
-    if math.prod(request.shape) * request.x.element_size() < options.min_bytes:
-        return SMALL
     return None if traced else backend_obstacle(request.x.device)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _is_view_op
+from torch.profiler import record_function
 
 from ...errors import TransportError
 from ..statistics import Redistribution
@@ -16,7 +17,7 @@ from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyHierarchical, AnyTransport
 from ..transports.shared_memory.transport import SharedMemoryTransport
 from ..transports.streams import current_stream
-from .ranges import call_range, wants_ranges
+from .ranges import wants_ranges
 from .run import ResumedCall
 
 HostTransport = SharedMemoryTransport | ProcessGroupTransport | AnyHierarchical
@@ -136,7 +137,7 @@ class AsyncRun:
         rendezvous, current_call = transport.rendezvous, transport.rendezvous.calls.current
         # Release the transport first: nothing keeps it alive if no one ever waits.
         transport.pending = self._run = self._complete = self._transport = None
-        profiled = call_range("shardweave::finish") if wants_ranges() else nullcontext()
+        profiled = record_function("shardweave::finish") if wants_ranges() else nullcontext()
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         rendezvous.calls.current = self._call  # other transports may have been called since
         try:

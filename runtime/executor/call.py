@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from ...errors import ArgumentError, TransportError, UnsupportedError
 from ...kernels import on_device
@@ -30,7 +31,7 @@ from .batch import BoundBatch
 from .bind import BoundProgram
 from .dispatch_modes import below_modes, is_fake
 from .local_slice import BoundSlice
-from .ranges import call_range, wants_ranges
+from .ranges import wants_ranges
 from .run import ExclusiveCall, Run, finish_pending, run_profiled, run_to_end
 
 _logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Call:
             return run_to_end(run, transport.answer)
 
     def _run_on_side_stream(self, run: Run, x: torch.Tensor, transport: SymmetricMemoryTransport) -> Any:
-        with call_range("shardweave::begin") if wants_ranges() else nullcontext():
+        with record_function("shardweave::begin") if wants_ranges() else nullcontext():
             try:
                 out, join = transport.side.run(x, lambda: run_to_end(run, transport.answer))
             finally:
@@ -115,7 +116,7 @@ class Call:
     def _start(self, run: Run, transport: HostTransport) -> torch.Tensor:
         """Run up to the last exchange and start it. Returns the output itself if there is no exchange."""
         try:
-            with call_range("shardweave::begin") if wants_ranges() else nullcontext():
+            with record_function("shardweave::begin") if wants_ranges() else nullcontext():
                 request = run.send(None)
                 while request.output is None:
                     request = run.send(transport.answer(request))

@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from ...errors import DisagreementError, TransportError
 from ..statistics import Redistribution
 from ..transports.comm_requests import CommRequest
 from ..transports.select import AnyTransport
-from .ranges import call_range
 
 T = TypeVar("T")
 Run = Generator[CommRequest, Any, Any]
@@ -47,12 +47,12 @@ def run_profiled(run: Run, answer: Callable[[CommRequest], Any] | None, name: st
     """Same as `run_to_end`, with a profiler range called `name` around a range for each phase, which take time
     themselves."""
     result: Any = None
-    with call_range(name):
+    with record_function(name):
         try:
             while True:
-                with call_range("shardweave::copy"):
+                with record_function("shardweave::copy"):
                     request = run.send(result)
-                with call_range("shardweave::exchange"):
+                with record_function("shardweave::exchange"):
                     result = answer(request)  # type: ignore[misc]
         except StopIteration as end:
             return end.value

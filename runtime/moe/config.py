@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from functools import cached_property, wraps
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -22,41 +21,31 @@ from ...kernels import (
     MOST_PHYSICAL_EXPERTS,
     PAYLOADS,
     QUANTIZATIONS,
-    QuantizationName,
     QuantizedRows,
     block_rows,
     block_width,
     column_words,
     uploaded,
 )
-from ...planner import SPLITS, Splits
 from ..environment import requested_poison
 from .node_ranks import NodeRanks, numbered
+from .options import DispatchOptions, OverflowPolicy, RowsLayout, SavedRows, ScaleLayout, check_options
 from .packed_rows import PackedRows, packed_rows
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-OverflowPolicy = Literal["raise", "drop"]
-RowsLayout = Literal["grouped", "batched"]
-SavedRows = Literal["buffer", "redispatch", "copy"]
-ScaleLayout = Literal["blocked"]
-OF_ROWS = "payloads", "quantize", "scale_layout"
-"""Settings that change what `routed.x` is: not for callers that pass it to experts as it is."""
 MOST_POOLED_BUFFERS = 1 << 10
 MOST_RANKS = 1 << 20
-MOST_SMS = 1 << 10
 MOST_ROWS = (1 << 31) - 1
 ZERO_ROWS_UP_TO = 1.5
 """The largest `capacity`, as a factor of max_tokens * top_k, up to which unused rows are zeroed by default."""
 
 
 @dataclass(frozen=True)
-class DispatchConfig:
-    """The settings of a token dispatcher, equal on all of its ranks. `TokenDispatcher` documents them.
+class DispatchConfig(DispatchOptions):
+    """The settings of a token dispatcher, equal on all of its ranks: its options, and what `TokenDispatcher` takes
+    beside them.
 
     The constructor validates the settings and replaces defaults by the values that they stand for. Rank r has the
-    physical experts bounds[r] to bounds[r + 1] (exclusive). Configs that differ only in how equal sizes were given are
-    equal.
+    physical experts bounds[r] to bounds[r + 1] (exclusive).
 
     Raises:
         ArgumentError: a number, name or map that is not allowed.
@@ -74,24 +63,6 @@ class DispatchConfig:
     hidden: int
     max_tokens: int
     dtype: torch.dtype = torch.bfloat16
-    capacity: int | float | None = field(default=None, compare=False)
-    expert_capacity: int | None = None
-    align: int = 1
-    overflow: OverflowPolicy = "raise"
-    layout: RowsLayout = "grouped"
-    expert_map: Sequence[Sequence[int]] | None = field(default=None, compare=False)
-    save: SavedRows = "buffer"
-    pooled_buffers: int = 1
-    chunk_capacity: int | float | None = None
-    splits: Splits | None = field(default=None, compare=False)
-    zero_rows: bool | None = None
-    num_sms: int | None = field(default=None, compare=False)
-    two_level: bool | None = None
-    dedupe: bool | None = None
-    payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None = None
-    quantize: QuantizationName | None = None
-    quantize_output: QuantizationName | None = None
-    scale_layout: ScaleLayout | None = None
 
     packed: PackedRows | None = field(init=False, compare=False)
     """Where payloads lie in a row of dispatch; None: rows are those of x."""
@@ -112,6 +83,18 @@ class DispatchConfig:
     expert_of: tuple[int, ...] = field(init=False)
     """The expert of each physical expert; empty likewise."""
 
+    @classmethod
+    def of(
+        cls, ranks: int, nodes: Sequence[Hashable] | None = None, *, options: DispatchOptions, **model: Any
+    ) -> DispatchConfig:
+        """Return the config of these options and the settings that describe the model.
+
+        Raises:
+            ArgumentError: a number, name or map that is not allowed.
+        """
+        check_options(options)
+        return cls(ranks, nodes, **model, **vars(options))
+
     def __post_init__(self) -> None:
         for name, least, most in (
             ("ranks", 1, MOST_RANKS),
@@ -122,16 +105,14 @@ class DispatchConfig:
             ("pooled_buffers", 0, MOST_POOLED_BUFFERS),
             ("max_tokens", 0, 1 << 24),
             ("expert_capacity", 0, MOST_ROWS),
-            ("num_sms", 1, MOST_SMS),
         ):
             value = getattr(self, name)
-            if name not in ("expert_capacity", "num_sms") or value is not None:
+            if name != "expert_capacity" or value is not None:
                 self._set(**{name: whole_number(name, value, least, most)})
         for name, allowed in (
             ("overflow", get_args(OverflowPolicy)),
             ("layout", get_args(RowsLayout)),
             ("save", get_args(SavedRows)),
-            ("splits", (None, *SPLITS)),
             ("scale_layout", (None, *get_args(ScaleLayout))),
         ):
             if getattr(self, name) not in allowed:
@@ -234,6 +215,7 @@ class DispatchConfig:
                 rows = min(rows, on_one_rank * round_up(self.expert_capacity, self.align))
         else:
             rows = round_up(_capacity_rows("capacity", capacity, self.most_pairs), self.align)
+            self._set(capacity=capacity if isinstance(capacity, float) else int(capacity))
         zero_rows = self.zero_rows
         if zero_rows is None:
             # Independent of the number of ranks: otherwise experts that process all rows would see NaN on more ranks.
@@ -242,16 +224,9 @@ class DispatchConfig:
         self._set(rows=rows, zero_rows=zero_rows)
 
     def _set_chunk_capacity(self) -> None:
-        if self.splits == "host" and self.chunk_capacity is not None:
-            raise ArgumentError(
-                f"chunk_capacity: {self.chunk_capacity!r} with splits='host'; allowed: None, for chunks of exact size"
-            )
         if self.chunk_capacity is not None:
-            share = self.most_pairs / self.ranks
-            rows = _capacity_rows("chunk_capacity", self.chunk_capacity, share)
-            self._set(chunk_capacity=min(rows, self.most_pairs), splits="fixed")
-        elif self.splits == "fixed":
-            self._set(chunk_capacity=self.most_pairs)
+            rows = _capacity_rows("chunk_capacity", self.chunk_capacity, self.most_pairs / self.ranks)
+            self._set(chunk_capacity=min(rows, self.most_pairs))
 
     @property
     def batched(self) -> bool:
@@ -316,7 +291,7 @@ class DispatchConfig:
 
     @property
     def chunk_rows(self) -> int | None:
-        """Rows of a chunk with splits="fixed", else None."""
+        """Rows of a chunk of fixed size; None: chunks are of exact size."""
         return None if self.chunk_capacity is None else int(self.chunk_capacity)
 
     def is_active(self, rank: int) -> bool:
@@ -454,56 +429,3 @@ def _place_experts(
         own = {expert: physical for physical, (r, expert) in reversed(list(enumerate(placed))) if r == rank}
         table.append(tuple(own.get(e, physical[rank % len(physical)]) for e, physical in enumerate(replicas)))
     return tuple(bounds), tuple(table), tuple(expert for _, expert in placed)
-
-
-if TYPE_CHECKING:
-
-    class DispatchSettings(TypedDict, total=False):
-        """The types of DispatchConfig's settings, for type checkers: they do not expand `**settings` otherwise."""
-
-        num_experts: int
-        top_k: int
-        hidden: int
-        max_tokens: int
-        dtype: torch.dtype
-        capacity: int | float | None
-        expert_capacity: int | None
-        align: int
-        overflow: OverflowPolicy
-        layout: RowsLayout
-        expert_map: Sequence[Sequence[int]] | None
-        save: SavedRows
-        pooled_buffers: int
-        chunk_capacity: int | float | None
-        splits: Splits | None
-        zero_rows: bool | None
-        num_sms: int | None
-        two_level: bool | None
-        dedupe: bool | None
-        payloads: Sequence[tuple[torch.dtype, int | Sequence[int]]] | None
-        quantize: QuantizationName | None
-        quantize_output: QuantizationName | None
-        scale_layout: ScaleLayout | None
-
-
-def takes_settings(*without: str) -> Callable[[Function], Function]:
-    """Replace a function's `**settings` by the settings of DispatchConfig in its signature, and bind calls to it."""
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        *named, settings = signature.parameters.values()
-        assert settings.kind is settings.VAR_KEYWORD, f"{function.__name__}: its last parameter is {settings}"
-        taken = [p for p in inspect.signature(DispatchConfig).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        taken = [p for p in taken if p.name not in without]
-        first = [p for p in named if p.kind is not p.KEYWORD_ONLY]
-        signature = signature.replace(parameters=[*first, *taken, *named[len(first) :]])
-
-        @wraps(function)
-        def bound(*args: Any, **given: Any) -> Any:
-            signature.bind(*args, **given)
-            return function(*args, **given)
-
-        bound.__signature__ = signature  # type: ignore[attr-defined]
-        return bound  # type: ignore[return-value]
-
-    return decorate

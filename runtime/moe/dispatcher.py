@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,24 +29,20 @@ from ..transports.select import AnyTransport, transports_of, why_not_backend
 from ..transports.streams import SideStream, order_on
 from .active_ranks import ActiveRanks, check_active
 from .autograd import combine_tokens, dispatch_tokens
-from .config import OF_ROWS, DispatchConfig, takes_settings
+from .config import DispatchConfig
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
+from .options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions
 from .overflow import LATEST
 from .pending import PendingTokens
 from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
 from .transfer.base import DISPATCH, OPERATIONS, Steps, TokenTransfer
 from .transfer.dedupe import DedupedTransfer, with_dedupe
-from .transfer.levels import pushed_inside, two_sided_transfer, windows_inside, with_levels, with_splits
+from .transfer.levels import pushed_inside, two_sided_transfer, windows_inside, with_levels
 from .transfer.push import PushTransfer
 from .transfer.window import WindowTransfer
 from .validate import check_combine, check_dispatch, packed_tokens
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .config import DispatchSettings
 
 T = TypeVar("T")
 
@@ -58,7 +54,7 @@ class TokenDispatcher(TokenEngine):
 
     Every rank constructs the same dispatchers in the same order and calls the same methods in the same order, with
     tensors that all require gradients or all do not. The number of tokens T may differ between ranks and may be 0. No
-    device-to-host sync, except for `splits="host"`; CPU tensors are read on the host.
+    device-to-host sync, except for chunks of exact size; CPU tensors are read on the host.
 
     y = combine(expert(dispatch(x))) is, for each token, the float32 sum over ranks ascending of the sums of its pairs
     there, each in order of k and rounded to the dtype. With ranks on several nodes it is the sum over nodes, in order
@@ -73,79 +69,13 @@ class TokenDispatcher(TokenEngine):
         hidden: H.
         max_tokens: the largest T of any rank.
         dtype: float32, bfloat16 or float16.
-        capacity: rows of each rank's buffer (int), or a factor of max_tokens * top_k (float); rounded up to `align`.
-            Default: the worst case.
-        expert_capacity: the maximum rows of a group.
-        align: the alignment of groups, in rows.
-        overflow: "raise": `check`, or the second dispatch after, raises CapacityError on all ranks if rows exceeded a
-            capacity or ids were bad; for the last two dispatches only `check` does. Replays of a CUDA graph raise
-            nothing: read `routed.dropped` and `routed.bad_ids`. "drop": dropped rows contribute zero, and so do their
-            gradients. In each group the rows after the first expert_capacity are dropped, then those beyond the buffer;
-            rows are in order of source rank, token and k. Bad ids act as -1.
-        layout: "grouped", or "batched": x is [S_local, C, H] where C is expert_capacity rounded up to `align`.
-        expert_map: the experts of each rank, if some are replicated or not in order. A rank sends to its own replica,
-            else to replica r mod n of n.
-        save: what backward keeps of `routed.x`. "buffer": the buffer that peers wrote, which other dispatches cannot
-            use until backward is done with it. "copy": a copy, so that the buffer is free at once. "redispatch":
-            nothing for experts that run within `with routed.kept():`, but x, [T, H], which the backward of combine
-            dispatches again; not under torch.compile. In all cases combine keeps expert_output for the gradient of
-            weights (not with weighted=False), the weights of rows, and routing: integers. Under torch.compile
-            `routed.x` is a copy.
-        pooled_buffers: with transport="symmetric_memory", the number of dispatches whose `routed.x` may be the buffer
-            that peers wrote, each until the last tensor on it is gone. `routed.output_buffer()` takes one of them too.
-            While all are in use, rows are copied out of a window, which `shardweave.stats().copies` counts. One is
-            enough if a layer's rows are gone before the next layer's arrive: in inference, under activation
-            checkpointing, with save="redispatch"; if backward keeps them, as many as layers. Dispatchers of one group
-            share the buffers, which live as long as the process group. Buffers captured in a CUDA graph serve only
-            captures from then on. On a GPU a buffer belongs to the stream of its dispatch: `record_stream` has no
-            effect, so synchronise other streams that read it before its last tensor goes. Other transports allocate as
-            many buffers as needed.
-        chunk_capacity: on two-sided transports, the maximum rows that a rank sends to another (int), or a factor of
-            max_tokens * top_k / W (float). Chunks of this fixed size travel whole and need no host read. A rank's rows
-            for another beyond it, in order of physical expert, token and k, are dropped, before the other capacities
-            apply. `explain` states the bytes of both. One-sided transports ignore it and drop nothing by it.
-        splits: on two-sided transports, the sizes of chunks. "host": exact, for which the host reads the counts once
-            per dispatch. "fixed": `chunk_capacity` rows, by default room for all rows of a rank. Default: "fixed" with
-            `chunk_capacity`; else "host" on CPUs, and on GPUs the cheaper by a topology's prices, which `explain`
-            states: "fixed" for few tokens.
-        zero_rows: True: rows from `routed.num_rows` on are zero, in `routed.x`, in `routed.weights` and in the gradient
-            of `expert_output`, so that experts may process all rows, as nn.Linear does: a weight's gradient sums over
-            all of them, and 0 * NaN is NaN. False: they are not initialised, which suffices for grouped GEMMs.
-            Default: True with a `capacity` of at most 1.5 * max_tokens * top_k rows, where it costs little beside
-            dispatch and combine; independent of the number of ranks. Batched buffers have no such rows.
-        two_level: if the ranks are on several nodes. True: a token crosses the network once for each node that has
-            experts of it, to a rank that forwards it there, and returns as one sum. False: once for each of its pairs
-            there. Results are equal to the bit. Chunks of fixed size are possible on both. Default: the cheaper by the
-            topology's prices, which `explain` states.
-        dedupe: with transport="symmetric_memory". True: a token goes once to each rank that has experts of it, which
-            copies it to its rows and returns one sum; rows are no pooled buffers then, and sums are in `dtype` with
-            quantize_output as well. False: once for each of its pairs. Results are equal to the bit. Default: the
-            cheaper by the figures of the GPU, for max_tokens evenly routed tokens, which `explain` states; False for
-            CPU tensors and on other transports, which refuse True.
-        num_sms: on GPUs, the maximum SMs that the kernels which push rows and which combine them take, so that the
-            experts' GEMMs of another stream keep the others while rows travel. Few make dispatch and combine slower.
-            Need not be equal on all ranks. Default: `SHARDWEAVE_NUM_SMS`, or no limit.
-        payloads: the tensors of a token that travel together, for callers that quantize: for each its dtype and its
-            shape without the dim of tokens, such as [(torch.float8_e4m3fn, 7168), (torch.float32, 56)]. Any dtype of
-            whole bytes. `hidden` and `dtype` are then those of the experts' output.
-        quantize: None, or how dispatch casts each row to float8_e4m3fn. "fp8_row": with one float32 scale, "fp8_128":
-            with a float32 scale for every 128 elements, "mxfp8": with a float8_e8m0fnu scale for every 32. A scale is
-            the largest magnitude divided by 448, with "mxfp8" rounded up to a power of two. Elements are rounded to
-            nearest even; those that share a scale with an infinity or a NaN become NaN. Gradients flow as if rows were
-            not cast, in `dtype`; save="redispatch" is refused. See `RoutedTokens.x`, `.scale` and `.dequantized`.
-        quantize_output: None, or how `combine` casts each row of the experts' output, with the values of `quantize`. A
-            row is multiplied out in float32 before it is weighted; sums are rounded to `dtype`, as without it. With
-            two_level=True only rows inside a node are cast. Gradients flow as if rows were not cast.
-        scale_layout: None: `routed.scale` has a row of scales for each row. "blocked": it has the scales of each group
-            in blocks of 128 rows by 4 scales, padded by zeros, as `torch._scaled_grouped_mm` takes them for MXFP8 on
-            NVIDIA GPUs; on ROCm torch wants None. Only with quantize="mxfp8", or with payloads of which the second is a
-            vector of elements of one byte. See `RoutedTokens.scale`.
+        options: all other settings.
         device: default: the CPU.
         transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
             share, as for `redistribute`. With "symmetric_memory" ranks push into each other's memory and synchronise
             on the device, so that the host does not wait for peers, and a call like an earlier one may be captured in
-            a CUDA graph; if they are on several nodes, so they do inside each on two levels with splits="fixed", beside
-            messages between nodes; otherwise chunks travel between all of them as with "process_group".
+            a CUDA graph; if they are on several nodes, so they do inside each on two levels with `chunk_capacity`,
+            beside messages between nodes; otherwise chunks travel between all of them as with "process_group".
 
     Raises:
         ArgumentError: an argument that is not allowed. Peers are told, here and with an UnsupportedError; not of a
@@ -154,15 +84,19 @@ class TokenDispatcher(TokenEngine):
             transport="symmetric_memory", a buffer has to be allocated while a CUDA graph is captured.
     """
 
-    @takes_settings()
     @hidden_from_modes
     def __init__(
         self,
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        options: DispatchOptions = DEFAULT_OPTIONS,
         device: torch.device | str = "cpu",
         transport: TransportName | None = None,
-        **settings: Unpack[DispatchSettings],
     ) -> None:
         if not dist.is_initialized():
             raise UnsupportedError(
@@ -188,7 +122,11 @@ class TokenDispatcher(TokenEngine):
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: a group with this rank, {rank}")
         self._group, device, self.group_name = group, device_of(device), str(group.group_name)
         try:
-            config, name, number, why = self._choose(ranks, device, transport, settings)
+            config = DispatchConfig.of(
+                len(ranks), num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype,
+                options=options,
+            )  # fmt: skip
+            config, name, number, why = self._choose(config, ranks, device, transport)
         except (ArgumentError, UnsupportedError) as error:
             if len(ranks) > 1:
                 refuse_among(error, ranks, [group])
@@ -231,11 +169,10 @@ class TokenDispatcher(TokenEngine):
                 self._order.join()  # calls on other streams read the uploaded tables
 
     def _choose(
-        self, ranks: tuple[int, ...], device: torch.device, transport: TransportName | None, settings: DispatchSettings
+        self, config: DispatchConfig, ranks: tuple[int, ...], device: torch.device, transport: TransportName | None
     ) -> tuple[DispatchConfig, str, int, str]:
-        """Choose the transport; return the config, the name of the transport, the number of this dispatcher among those
-        of these ranks, and the reasons for what was chosen."""
-        config = DispatchConfig(len(ranks), **settings)
+        """Choose the transport; return the config for it, its name, the number of this dispatcher among those of these
+        ranks, and the reasons for what was chosen."""
         check_name(transport)
         self._transport: AnyTransport | InProcessTransport = InProcessTransport()
         if len(ranks) == 1:
@@ -254,13 +191,9 @@ class TokenDispatcher(TokenEngine):
             self._transport, name = chosen, chosen.name
             if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
                 config = replace(config, nodes=machines.nodes_of(ranks))
-            if device.type == "cuda" and not chosen.one_sided and config.splits is None:
-                nodes = machines.nodes_of(ranks)
-                config, why = with_splits(config, nodes, windows_inside(nodes, name))
             if not chosen.one_sided:
                 topology = partial(machines.find_topology, tuple(sorted(ranks)), device)
-                config, levels = with_levels(config, device, name, topology)
-                why = "\n  ".join(filter(None, (why, levels)))
+                config, why = with_levels(config, device, name, topology)
             in_windows = chosen.one_sided and chosen.windows is not None
             figures = partial(machines.figures_of_first, tuple(sorted(ranks)), device)
             config, crossing = with_dedupe(config, device, in_windows, figures)
@@ -339,7 +272,7 @@ class TokenDispatcher(TokenEngine):
 
         Rows travel while the caller computes: shared experts, or another microbatch. On CPUs a thread carries out
         started calls, on GPUs a stream, in the order in which they were started. Neither waits for peers here, except
-        for the counts of a dispatch with `splits="host"` on GPUs.
+        for the counts of a dispatch with chunks of exact size on GPUs.
 
             pending = dispatcher.dispatch_start(x, topk_ids, topk_weights)
             shared = shared_experts(x)

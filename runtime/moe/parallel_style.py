@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,17 +16,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...errors import ArgumentError, UnsupportedError
 from ..convert_specs import unordered_dims
 from ..transports.choose_transport import TransportName
-from .config import OF_ROWS, takes_settings
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards
+from .options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
 from .shares import share_of_tokens, whole_of_shares
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .config import DispatchSettings
-
-_OF_MODULE = "num_experts", "expert_map", "layout"
 
 
 class ExpertParallel(ParallelStyle):
@@ -46,9 +40,10 @@ class ExpertParallel(ParallelStyle):
     - `experts.token_dispatcher` is the TokenDispatcher, for `check` and `explain`.
 
     Args:
-        transport, settings: as for TokenDispatcher, without `payloads` and `quantize`; `top_k`, `hidden` and
-            `max_tokens` are required. `num_experts`, `expert_map` and `layout` follow from the module. Its forward runs
-            within `routed.kept()`.
+        top_k, hidden, max_tokens, dtype, transport: as for TokenDispatcher. `num_experts` follows from the module. Its
+            forward runs within `routed.kept()`.
+        options: as for TokenDispatcher, without `expert_map`, which follows from the module, `layout`, `payloads`,
+            `quantize` and `scale_layout`.
         replicated_over: a 1-D mesh, such as mesh["tp"], whose ranks call with equal tokens. Each rank dispatches a
             share of them and returns all results; `max_tokens` is of a share. If the experts' mesh does not include
             these ranks, gradients of parameters are of the share's tokens and have to be summed over the ranks.
@@ -59,13 +54,16 @@ class ExpertParallel(ParallelStyle):
             TokenDispatcher. By the constructor: `replicated_over` a mesh whose ranks do not ascend.
     """
 
-    @takes_settings(*_OF_MODULE, *OF_ROWS)
     def __init__(
         self,
         *,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        options: DispatchOptions = DEFAULT_OPTIONS,
         transport: TransportName | None = None,
         replicated_over: DeviceMesh | None = None,
-        **settings: Unpack[DispatchSettings],
     ) -> None:
         super().__init__()
         if replicated_over is not None and not (isinstance(replicated_over, DeviceMesh) and replicated_over.ndim == 1):
@@ -75,12 +73,11 @@ class ExpertParallel(ParallelStyle):
             raise UnsupportedError(
                 f"replicated_over: ranks {replicated_over.mesh.tolist()} do not ascend; allowed: ascending ranks"
             )
-        refused = settings.keys() & set(_OF_MODULE)
-        if refused:
-            raise ArgumentError(
-                f"{', '.join(sorted(refused))}: given; allowed: none, since the module's parameters determine them"
-            )
-        self._transport, self._settings = transport, settings
+        refuse_options(
+            options, "expert_map", "layout", *OF_ROWS, why="since the module gets the rows of its experts as they are"
+        )
+        self._transport, self._options = transport, options
+        self._model: dict[str, Any] = {"top_k": top_k, "hidden": hidden, "max_tokens": max_tokens, "dtype": dtype}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Shard the module's parameters and register its dispatch and combine.
@@ -97,12 +94,13 @@ class ExpertParallel(ParallelStyle):
         (experts,) = numbers
         assert experts is not None
         kind, expert_map = device_mesh.device_type, experts_of_shards(experts, device_mesh)
-        settings: DispatchSettings = {**self._settings, "num_experts": experts, "expert_map": expert_map}
         dispatcher = TokenDispatcher(
             device_mesh,
+            num_experts=experts,
+            **self._model,
+            options=replace(self._options, expert_map=expert_map),
             device=torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind,
             transport=self._transport,
-            **settings,
         )
         lends = [*inspect.signature(module.forward).parameters][2:3] == ["out"]
         module.token_dispatcher = dispatcher  # type: ignore[assignment]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,9 +13,10 @@ from ...kernels import on_device
 from ..executor.dispatch_modes import hidden_from_modes
 from ..transports.in_process import InProcessTransport, run_all
 from .autograd import combine_tokens, dispatch_tokens
-from .config import DispatchConfig, takes_settings
+from .config import DispatchConfig
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
+from .options import DEFAULT_OPTIONS, DispatchOptions
 from .pending import PendingTokens
 from .phases import start_combines, start_dispatch
 from .routed import RoutedTokens
@@ -26,11 +27,6 @@ from .validate import check_combine, check_dispatch, packed_tokens
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .config import DispatchSettings
-
 
 class VirtualTokenDispatcher(TokenEngine):
     """All ranks of a TokenDispatcher in this process, on one device: for tests, and for kernels of W ranks on one GPU.
@@ -40,10 +36,8 @@ class VirtualTokenDispatcher(TokenEngine):
 
     Args:
         size: W, the number of ranks, at least 1.
-        num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout, expert_map,
-            save, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms, two_level, payloads, quantize,
-            quantize_output, device: as for TokenDispatcher.
-        dedupe: None or False.
+        num_experts, top_k, hidden, max_tokens, dtype, device: as for TokenDispatcher.
+        options: as for TokenDispatcher, but `dedupe`: None or False.
         one_sided: True: ranks write into each other's buffers; False: they send and receive, as over a network.
         nodes: with one_sided=False, the node of each rank, which decides the order of sums. With two_level=True ranks
             of a node write into each other's buffers.
@@ -53,22 +47,29 @@ class VirtualTokenDispatcher(TokenEngine):
         UnsupportedError: dedupe=True.
     """
 
-    @takes_settings()
     @hidden_from_modes
     def __init__(
         self,
         size: int,
         *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        options: DispatchOptions = DEFAULT_OPTIONS,
         device: torch.device | str = "cpu",
         one_sided: bool = True,
         nodes: Sequence[int] | None = None,
-        **settings: Unpack[DispatchSettings],
     ) -> None:
         if not isinstance(size, int) or size < 1:
             raise ArgumentError(f"size: {size!r}; allowed: a number of ranks, at least 1")
         if nodes is not None and one_sided:
             raise ArgumentError(f"nodes: {shown(nodes)} with one_sided=True; allowed: None, for one node")
-        config = DispatchConfig(size, nodes, **settings)
+        config = DispatchConfig.of(
+            size, nodes, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype,
+            options=options,
+        )  # fmt: skip
         if config.dedupe:
             raise UnsupportedError("dedupe: True, but virtual ranks have no windows; allowed: False, None")
         transport, ranks, device = InProcessTransport(one_sided), tuple(range(size)), device_of(device)

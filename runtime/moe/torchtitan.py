@@ -22,13 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, shown
 from ...kernels import PAYLOADS
-from ...planner import Splits
 from ..convert_specs import name_of
 from ..executor.call import binding
 from ..transports.choose_transport import TransportName
-from .config import DispatchConfig, OverflowPolicy, SavedRows
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards
+from .options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
 from .routed import RoutedTokens
 from .simulate import VirtualTokenDispatcher
 
@@ -86,11 +85,10 @@ class TorchtitanDispatcher(_Base):
                 prints and writes configs of plain values. Default: that of the first dispatch.
             device: such as "cuda:0"; a torch.device is stored by name. Default: that of the first dispatch; if all
                 sizes are set, the current device of the mesh's type, or the CPU without a mesh.
-            capacity, expert_capacity, overflow, pooled_buffers, chunk_capacity, splits, zero_rows, num_sms: as for
-                TokenDispatcher.
-            save: "buffer" or "copy", as for TokenDispatcher.
-            transport: as for TokenDispatcher; ignored without a mesh.
             pad_multiple: the alignment of each expert's group, in rows: 16 for fp8, 32 for mxfp8.
+            options: as for TokenDispatcher, or a dict of its fields, without `align`, which is `pad_multiple`,
+                `expert_map`, `layout`, `payloads`, `quantize`, `scale_layout` and save="redispatch".
+            transport: as for TokenDispatcher; ignored without a mesh.
         """
 
         num_experts: int
@@ -99,16 +97,8 @@ class TorchtitanDispatcher(_Base):
         num_max_tokens_per_rank: int | None = None
         dtype: torch.dtype | str | None = None
         device: torch.device | str | None = None
-        capacity: int | float | None = None
-        expert_capacity: int | None = None
-        overflow: OverflowPolicy = "raise"
         pad_multiple: int = 1
-        save: SavedRows = "buffer"
-        pooled_buffers: int = 1
-        chunk_capacity: int | float | None = None
-        splits: Splits | None = None
-        zero_rows: bool | None = None
-        num_sms: int | None = None
+        options: DispatchOptions = DEFAULT_OPTIONS
         transport: TransportName | None = None
 
         def __post_init__(self) -> None:
@@ -116,6 +106,8 @@ class TorchtitanDispatcher(_Base):
                 self.dtype = name_of(self.dtype)
             if isinstance(self.device, torch.device):
                 self.device = str(self.device)
+            if isinstance(self.options, dict):  # of a command line
+                self.options = DispatchOptions(**self.options)
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -164,21 +156,29 @@ class TorchtitanDispatcher(_Base):
             raise ArgumentError(
                 f"device: {shown(config.device)}; allowed: a device such as 'cuda:0', or None"
             ) from error
-        if config.save == "redispatch":
+        refuse_options(
+            config.options, "align", "expert_map", "layout", *OF_ROWS,
+            why="since torchtitan's layers take rows of each expert as they are, aligned to pad_multiple",
+        )  # fmt: skip
+        if config.options.save == "redispatch":
             raise ArgumentError(
                 'save: "redispatch"; allowed here: "buffer", "copy": torchtitan has no hook for `routed.kept()`'
             )
 
     def _make(self, config: Config, device: torch.device) -> TokenDispatcher | VirtualTokenDispatcher:
         """Return the dispatcher of a config with all sizes; `device` is the default."""
-        # The settings that have the same name in both configs, then the others.
-        settings: Any = {f.name: getattr(config, f.name) for f in fields(DispatchConfig) if hasattr(config, f.name)}
-        settings |= {"hidden": config.hidden_dim, "max_tokens": config.num_max_tokens_per_rank}
-        settings |= {"dtype": DTYPES[str(config.dtype)], "align": config.pad_multiple}
-        settings["device"] = device if config.device is None else config.device
+        settings: dict[str, Any] = {
+            "num_experts": config.num_experts,
+            "top_k": config.top_k,
+            "hidden": config.hidden_dim,
+            "max_tokens": config.num_max_tokens_per_rank,
+            "dtype": DTYPES[str(config.dtype)],
+            "options": replace(config.options, align=config.pad_multiple, expert_map=self._expert_map),
+            "device": device if config.device is None else config.device,
+        }
         if self.ep_mesh is None:
             return VirtualTokenDispatcher(1, **settings)
-        return TokenDispatcher(self.ep_mesh, **settings, expert_map=self._expert_map, transport=config.transport)
+        return TokenDispatcher(self.ep_mesh, **settings, transport=config.transport)
 
     def dispatch(
         self,
@@ -259,7 +259,7 @@ def token_dispatcher(config: Any, **settings: Any) -> TorchtitanDispatcher.Confi
 
     Args:
         config: a torchtitan config; its settings that have the same name here and are not None are taken.
-        settings: these come first; such as `capacity`.
+        settings: these come first; such as `options`.
 
     Raises:
         TypeError: a setting that TorchtitanDispatcher.Config does not have.

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 
 from shardweave.__main__ import main
 from shardweave.runtime.moe.report import on_wire
@@ -34,7 +35,10 @@ def test_dispatch_json_equals_dispatcher(capsys):
         "buffer",
     )
     d = VirtualTokenDispatcher(
-        4, **given, dtype=torch.float32, expert_capacity=5, layout="batched", overflow="drop", one_sided=False
+        4,
+        **with_options(
+            **given, dtype=torch.float32, expert_capacity=5, layout="batched", overflow="drop", one_sided=False
+        ),
     )
     forms = (PushTransfer, None), (WindowTransfer, None), (SendRecvTransfer, None), (FixedTransfer, 20)  # room for all
     for algorithm, (kind, capacity) in zip(output["algorithms"], forms, strict=True):
@@ -51,9 +55,19 @@ def test_dispatch_states_bytes_sent(monkeypatch, save, top, limits):
     """Two-sided, with even routing, and with one rank that sends all of its rows."""
     ranks, tokens, k, hidden = 3, 6, 2, 8
     d = VirtualTokenDispatcher(
-        ranks, num_experts=6, top_k=k, hidden=hidden, max_tokens=tokens, dtype=torch.float32, save=save,
-        overflow="drop", one_sided=False, **limits,
-    )  # fmt: skip
+        ranks,
+        **with_options(
+            num_experts=6,
+            top_k=k,
+            hidden=hidden,
+            max_tokens=tokens,
+            dtype=torch.float32,
+            save=save,
+            overflow="drop",
+            one_sided=False,
+            **limits,
+        ),
+    )
     sent, phase = dict.fromkeys(PHASES, 0), ""
 
     def counted(sends, receives, fingerprint, **given):

@@ -257,10 +257,10 @@ def test_record_runs_a_module_with_options_of_install(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("rows = 64")
     (tmp_path / "package" / "program.py").write_text(PROGRAM)
-    options = "--install", "--adapt-fsdp", "--min-bytes", "64", "--reduction", "fast"
+    options = "--install", "--adapt-fsdp", "--reduction", "fast"
     for refused, installed, delegations, requests in run_ranks(record_as_module, 4, str(tmp_path), *options):
         assert refused.startswith("module: parameter 'weight': it was (")
-        assert installed and delegations == {"smaller than install(min_bytes=)": 1}
+        assert installed and not delegations
         assert requests == {"S0 S1 → R R", "S0 → R", "Pavg → S0"}  # the last two are FSDP2's
     # Without options torch carries everything out.
     for refused, installed, delegations, requests in run_ranks(record_as_module, 4, str(tmp_path)):

@@ -38,7 +38,6 @@ KNOWN_DELEGATIONS = re.compile(
             r"local tensor is a (FakeTensor|FunctionalTensor|LocalTensor)",
             # Arguments of install().
             r"a mesh that install\(only=\) leaves out",
-            r"smaller than install\(min_bytes=\)",
             r"an axis of a mesh that install\(only=\) leaves out",
             # spmd_types refuses these, or carries them out itself.
             "spmd_types: .*",

@@ -14,6 +14,7 @@ from test_on_hosts import THREE, TWO, UNORDERED
 import shardweave
 from shardweave.bench.harness.hosts import Hosts
 from shardweave.bench.harness.link_bytes import bytes_received
+from shardweave.runtime.moe.options import DispatchOptions
 
 pytestmark = pytest.mark.multi
 
@@ -56,9 +57,14 @@ def dispatched(rank: int, shape: Shape, host_of: list[int], transport: str | Non
     found: dict[str, Any] = {}
     for two_level in (False, None):
         dispatcher = shardweave.TokenDispatcher(
-            num_experts=shape.experts, top_k=shape.k, hidden=shape.hidden, max_tokens=max(shape.counts),
-            dtype=shape.dtype, two_level=two_level, transport=transport,
-        )  # fmt: skip
+            num_experts=shape.experts,
+            top_k=shape.k,
+            hidden=shape.hidden,
+            max_tokens=max(shape.counts),
+            dtype=shape.dtype,
+            transport=transport,
+            options=DispatchOptions(two_level=two_level),
+        )
         x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
 
         def forward(x: torch.Tensor = x, weights: torch.Tensor = weights, d: Any = dispatcher) -> torch.Tensor:

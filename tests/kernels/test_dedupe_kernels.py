@@ -15,7 +15,7 @@ from shardweave.kernels.tokens.push_sums import push_sums
 from shardweave.kernels.tokens.rows import Buffers, RowLaunch, TokenRows
 from shardweave.kernels.tokens.spread_rows import OwnRows, spread_rows
 
-FEW = RowLaunch(64, 1, 3)  # few programs, which process several blocks each
+NARROW = RowLaunch(64, 1)
 
 
 def check(rng: np.random.Generator, case, dtype: torch.dtype, hidden: int, on: str, launch: RowLaunch | None) -> None:
@@ -96,7 +96,7 @@ def test_tokens_cross_once(device, kind, given):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype, hidden", [(torch.float32, 8), (torch.float16, 33), (torch.bfloat16, 200)], ids=str)
-def test_tokens_cross_once_in_few_programs(device, dtype, hidden):  # noqa: F811
+def test_tokens_cross_once_in_several_blocks(device, dtype, hidden):  # noqa: F811
     rng = np.random.default_rng(3)
     case = random_case(rng, "odd", k=6, tokens=[5, 0, 3], align=4, experts=8)
-    check(rng, case, dtype, hidden, device, FEW)
+    check(rng, case, dtype, hidden, device, NARROW)

@@ -84,11 +84,11 @@ def test_push_quantized_rows(device: str, kind: str, given: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("quantize", QUANTIZATIONS)
-@pytest.mark.parametrize("hidden, launch", [(2300, None), (300, RowLaunch(128, 1, 3)), (20, RowLaunch(8, 1, 1))])
+@pytest.mark.parametrize("hidden, launch", [(2300, None), (300, RowLaunch(128, 1)), (20, RowLaunch(8, 1))])
 def test_push_quantized_rows_in_several_blocks(
     device: str, quantize: str, hidden: int, launch: RowLaunch | None
 ) -> None:
-    """By one program each, by few, and by one that has fewer columns than a scale."""
+    """Some of which have fewer columns than a scale."""
     rng = np.random.default_rng(1)
     case = random_case(rng, "odd", k=3, tokens=[4, 2, 0], align=4)
     check_push(rng, case, (quantize, torch.bfloat16, hidden), device, launch)

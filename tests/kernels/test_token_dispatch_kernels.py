@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 
 
@@ -14,9 +15,15 @@ def test_dispatch_and_combine(device, dtype, layout):
     """Expert e multiplies by e + 1; rows beyond the capacity of expert 0 are dropped."""
     ranks, experts, k, hidden = 3, 4, 3, 24
     d = VirtualTokenDispatcher(
-        ranks, num_experts=experts, top_k=k, hidden=hidden, max_tokens=6, dtype=dtype, align=4, device=device,
-        expert_capacity=8, overflow="drop", layout=layout, zero_rows=True,
-    )  # fmt: skip
+        ranks,
+        num_experts=experts,
+        top_k=k,
+        hidden=hidden,
+        max_tokens=6,
+        dtype=dtype,
+        device=device,
+        options=DispatchOptions(align=4, expert_capacity=8, overflow="drop", layout=layout, zero_rows=True),
+    )
     g = torch.Generator().manual_seed(1)
     counts = [6, 0, 3]
     ids = [torch.randint(-1, experts, (n, k), generator=g) for n in counts]
@@ -73,9 +80,14 @@ def test_dispatch_and_combine(device, dtype, layout):
 def test_replays_of_a_cuda_graph(overflow):
     """Replays with new tokens, after more buffers than there are cached tables."""
     d = VirtualTokenDispatcher(
-        2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow=overflow,
-        expert_capacity=16, zero_rows=True,
-    )  # fmt: skip
+        2,
+        num_experts=5,
+        top_k=2,
+        hidden=64,
+        max_tokens=32,
+        device="cuda",
+        options=DispatchOptions(align=8, overflow=overflow, expert_capacity=16, zero_rows=True),
+    )
     given = [
         [torch.zeros(n, 64, dtype=torch.bfloat16, device="cuda") for n in (32, 7)],
         [torch.zeros(n, 2, dtype=torch.int64, device="cuda") for n in (32, 7)],
@@ -110,9 +122,14 @@ def test_replays_of_a_cuda_graph(overflow):
             assert not any(r.x[int(r.num_rows) :].any() for r in received)
             results = [y.clone() for y in captured]
             other = VirtualTokenDispatcher(
-                2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow="drop",
-                expert_capacity=16,
-            )  # fmt: skip
+                2,
+                num_experts=5,
+                top_k=2,
+                hidden=64,
+                max_tokens=32,
+                device="cuda",
+                options=DispatchOptions(align=8, overflow="drop", expert_capacity=16),
+            )
             routed = other.dispatch(*given)
             want = other.combine([r.x for r in routed], routed)
             assert all(torch.equal(a, b) for a, b in zip(results, want, strict=True))

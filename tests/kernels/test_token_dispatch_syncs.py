@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from sync_guard import SyncGuard, on_the_host
 from variants import crossed
@@ -108,7 +109,10 @@ def test_dispatch_does_not_synchronise(device, algorithm, number, monkeypatch):
     given = SETTINGS[number]
     given = {**given, "overflow": "drop"} if "chunk_capacity" in algorithm else given
     d = VirtualTokenDispatcher(
-        3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **algorithm, **given
+        3,
+        **with_options(
+            num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **algorithm, **given
+        ),
     )
     weighted, again = number % 2 == 0, given.get("save") == "redispatch"
     before = stats().host_reads.total()

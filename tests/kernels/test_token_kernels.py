@@ -300,15 +300,6 @@ def test_push_rows_of_several_blocks(device, hidden):
     check_push(rng, random_case(rng, "odd", k=4, tokens=[3, 2, 0], align=4), torch.bfloat16, hidden, device)
 
 
-@pytest.mark.parametrize("programs", [1, 5])
-def test_push_rows_with_few_programs(device, programs):
-    """Each stores several blocks of rows, and of padding."""
-    rng = np.random.default_rng(1)
-    for hidden in (8, 200):
-        launch = RowLaunch(64, 1, programs)
-        check_push(rng, random_case(rng, "odd", k=3, tokens=[5, 1, 0], align=4), torch.bfloat16, hidden, device, launch)
-
-
 @each_case
 def test_combine_rows(device, kind, given):
     rng = np.random.default_rng(11)

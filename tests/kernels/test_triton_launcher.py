@@ -22,6 +22,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from dispatcher_settings import with_options
 from stub_libcuda import STREAM, StubDriver, compiler, kernels_on_the_cpu
 from warm_python import run_python
 
@@ -31,6 +32,7 @@ from shardweave.kernels.compare_words import WordComparison
 from shardweave.kernels.copy_boxes import copy_boxes
 from shardweave.kernels.reduce_boxes import reduce_boxes
 from shardweave.kernels.signal import signal
+from shardweave.runtime.moe.options import DispatchOptions
 
 pytestmark = pytest.mark.aot
 CPU = torch.device("cpu")
@@ -188,7 +190,12 @@ def launches_of_tokens(stub: StubDriver) -> int:
     with checked_kernels(stub) as seen:
         for tokens, odd in ((200, False), (3, True)):
             d = VirtualTokenDispatcher(
-                2, num_experts=5, top_k=7, hidden=24, max_tokens=tokens, align=4, overflow="drop", zero_rows=True
+                2,
+                num_experts=5,
+                top_k=7,
+                hidden=24,
+                max_tokens=tokens,
+                options=DispatchOptions(align=4, overflow="drop", zero_rows=True),
             )
             xs, ids, weights = zip(*[tokens_of_a_layer(tokens, odd)] * 2, strict=True)
             routed = d.dispatch(xs, ids, weights)
@@ -226,9 +233,17 @@ def launches_of_windowed_tokens(stub: StubDriver) -> int:
             {"pooled_buffers": 2}, {"pooled_buffers": 0, "zero_rows": True}, {"pooled_buffers": 2, "quantize": "mxfp8"},
         ):  # fmt: skip
             d = TokenDispatcher(
-                num_experts=5, top_k=7, hidden=24, max_tokens=200, align=4, overflow="drop",
-                transport="symmetric_memory", **settings,
-            )  # fmt: skip
+                **with_options(
+                    num_experts=5,
+                    top_k=7,
+                    hidden=24,
+                    max_tokens=200,
+                    align=4,
+                    overflow="drop",
+                    transport="symmetric_memory",
+                    **settings,
+                )
+            )
             for tokens, odd in ((200, False), (3, True), (200, False), (3, True), (200, True), (0, False)):
                 x, ids, weights = tokens_of_a_layer(tokens, odd)
                 routed = d.dispatch(x, ids, weights)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from pretended_gpus import PretendedGpus
 
@@ -24,7 +25,7 @@ def gpus() -> PretendedGpus:
 
 
 def layer(**settings: Any) -> list[torch.Tensor]:
-    d = VirtualTokenDispatcher(2, **SETTINGS, **settings)
+    d = VirtualTokenDispatcher(2, **with_options(**SETTINGS, **settings))
     tokens = [tokens_of(rank, 4 + rank, 2, 5, 6, torch.float32, "holes") for rank in range(2)]
     xs, weights = (
         [x.clone().requires_grad_() for x in of] for of in ([t.x for t in tokens], [t.weights for t in tokens])

@@ -57,7 +57,7 @@ def test_tables() -> None:
         )  # type: ignore[misc]
         kind.calls, kind.milliseconds = calls, 10.0 / calls
     stats.calls["shared_memory"] = 15
-    stats.delegations.update({"a <reason>": 1, "smaller than install(min_bytes=)": 20, "none": 0})
+    stats.delegations.update({"a <reason>": 1, "a mesh that install(only=) leaves out": 20, "none": 0})
     stats.transports[0, 1] = "shared_memory: all ranks are on this machine"
     assert str(stats).splitlines() == [
         "calls     ms  bytes per call  least  transport      request",
@@ -68,7 +68,7 @@ def test_tables() -> None:
         "   15  shared_memory",
         "",
         "count  left to torch",
-        "   20  smaller than install(min_bytes=)",
+        "   20  a mesh that install(only=) leaves out",
         "    1  a <reason>",
         "",
         "ranks  transport and why",
@@ -78,7 +78,7 @@ def test_tables() -> None:
     cells = [[[cell.text for cell in row] for row in table.iter("tr")] for table in tables]
     assert [len(rows) for rows in cells] == [3, 2, 3, 2]
     assert cells[2] == [
-        ["count", "left to torch"], ["20", "smaller than install(min_bytes=)"], ["1", "a <reason>"],
+        ["count", "left to torch"], ["20", "a mesh that install(only=) leaves out"], ["1", "a <reason>"],
     ]  # fmt: skip
     stats.reset()
     assert str(stats) == "ranks  transport and why\n0, 1   shared_memory: all ranks are on this machine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,23 +12,22 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ....errors import ArgumentError, UnsupportedError
 from ...transports.choose_transport import TransportName
-from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
 from ..expert_placement import experts_of_shards
+from ..options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
 
 IMPLEMENTATION = "shardweave"
 """The name in transformers' `ExpertsInterface`."""
-_OF_MODEL = "num_experts", "hidden", "dtype", "expert_map", "layout"
 
 
-@takes_settings(*_OF_MODEL, "top_k", *OF_ROWS)
 def shard_experts(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
+    max_tokens: int,
     top_k: int | None = None,
+    options: DispatchOptions = DEFAULT_OPTIONS,
     transport: TransportName | None = None,
-    **settings: Any,
 ) -> list[TokenDispatcher]:
     """Shard the experts of a transformers model over a 1-D mesh, and dispatch each rank's tokens to them.
 
@@ -40,10 +40,11 @@ def shard_experts(
     those of a rank whose experts got no tokens.
 
     Args:
+        max_tokens: the largest number of tokens of one forward call, batch times sequence length.
         top_k: K. Default: `num_experts_per_tok` of the model's config.
-        transport, settings: as for TokenDispatcher, without `payloads` and `quantize`; `max_tokens`, of one forward
-            call, batch times sequence length, is required. `zero_rows` is True by default: some implementations process
-            all rows.
+        options: as for TokenDispatcher, without `expert_map`, which follows from the model, `layout`, `payloads`,
+            `quantize` and `scale_layout`. `zero_rows` is True by default: some implementations process all rows.
+        transport: as for TokenDispatcher.
 
     Returns:
         The dispatcher of each module, in order of `model.modules()`, which also is its `token_dispatcher`.
@@ -60,22 +61,26 @@ def shard_experts(
         raise ArgumentError(f"model: {type(model).__name__} without experts of transformers' experts interface")
     for module in modules:
         _check(module)
+    refuse_options(options, "expert_map", "layout", *OF_ROWS, why="since the model's experts take rows as they are")
+    if options.zero_rows is None:
+        options = replace(options, zero_rows=True)
     kind = mesh.device_type
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     dispatchers = []
     for module in modules:
         experts, config = int(module.num_experts), module.config
         parameter = next(module.parameters())
-        of_module: dict[str, Any] = {
-            "zero_rows": True,
-            **settings,
-            "num_experts": experts,
-            "top_k": config.num_experts_per_tok if top_k is None else top_k,
-            "hidden": config.hidden_size,
-            "dtype": parameter.dtype,
-            "expert_map": experts_of_shards(experts, mesh),
-        }
-        dispatcher = TokenDispatcher(mesh, device=device, transport=transport, **of_module)
+        dispatcher = TokenDispatcher(
+            mesh,
+            num_experts=experts,
+            top_k=config.num_experts_per_tok if top_k is None else top_k,
+            hidden=config.hidden_size,
+            max_tokens=max_tokens,
+            dtype=parameter.dtype,
+            options=replace(options, expert_map=experts_of_shards(experts, mesh)),
+            device=device,
+            transport=transport,
+        )
         for name, value in list(module.named_parameters(recurse=False)):
             placed = distribute_tensor(value.detach(), mesh, [Shard(0)])
             module.register_parameter(name, nn.Parameter(placed, requires_grad=value.requires_grad))

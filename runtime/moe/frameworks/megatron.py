@@ -18,11 +18,9 @@ from ....errors import ArgumentError, UnsupportedError, shown
 from ...executor.call import binding
 from ...executor.dispatch_modes import hidden_from_modes
 from ...transports.choose_transport import TransportName
-from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
+from ..options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
 from ..routed import RoutedTokens
-
-_OF_MEGATRON = "num_experts", "top_k", "hidden", "layout", "expert_map", "dtype"
 
 
 class _Unregistered:
@@ -84,8 +82,9 @@ class MegatronDispatcher(_Base):
             most `config.moe_router_topk` experts.
         max_tokens: the largest number of tokens of any rank and call. Default: that of the first call, which must be
             equal on all ranks.
-        device, transport, settings: as for TokenDispatcher, without `payloads` and `quantize`; device by default that
-            of the first call. Dtype and hidden size are those of the first call.
+        options: as for TokenDispatcher, without `expert_map`, `layout`, `payloads`, `quantize` and `scale_layout`.
+        device, transport: as for TokenDispatcher; device by default that of the first call. Dtype and hidden size are
+            those of the first call.
 
     Attributes:
         dispatcher: the TokenDispatcher, for `check` and `explain`; None until the first call.
@@ -94,7 +93,6 @@ class MegatronDispatcher(_Base):
         ArgumentError: experts of this rank that are not consecutive ones in order of ranks.
     """
 
-    @takes_settings(*_OF_MEGATRON, "max_tokens", *OF_ROWS)
     def __init__(
         self,
         num_local_experts: int,
@@ -103,9 +101,9 @@ class MegatronDispatcher(_Base):
         pg_collection: Any = None,
         *,
         max_tokens: int | None = None,
+        options: DispatchOptions = DEFAULT_OPTIONS,
         device: torch.device | str | None = None,
         transport: TransportName | None = None,
-        **settings: Any,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         rank = 0 if self.ep_group is None else dist.get_rank(self.ep_group)
@@ -114,7 +112,8 @@ class MegatronDispatcher(_Base):
             raise ArgumentError(f"local_expert_indices: {shown(local_expert_indices)}; allowed: {expected}")
         self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
         self._max_tokens, self._device, self._transport = max_tokens, device, transport
-        self._settings = settings
+        refuse_options(options, "expert_map", "layout", *OF_ROWS, why="since Megatron's experts take rows as they are")
+        self._options = options
         self.dispatcher: TokenDispatcher | None = None
         self._of_thread = threading.local()
 
@@ -246,33 +245,33 @@ class MegatronDispatcher(_Base):
         return self.dispatcher
 
     def _new(self, x: torch.Tensor) -> TokenDispatcher:
-        settings: dict[str, Any] = {
-            **self._settings,
-            "num_experts": self.num_local_experts * self.ep_size * self.tp_size,
-            "top_k": self.config.moe_router_topk * self.tp_size,
-            "hidden": x.shape[1],
-            "dtype": x.dtype,
-            "max_tokens": len(x) if self._max_tokens is None else self._max_tokens,
-        }
-        device = x.device if self._device is None else self._device
-        return TokenDispatcher(self.tp_ep_group, device=device, transport=self._transport, **settings)
+        return TokenDispatcher(
+            self.tp_ep_group,
+            num_experts=self.num_local_experts * self.ep_size * self.tp_size,
+            top_k=self.config.moe_router_topk * self.tp_size,
+            hidden=x.shape[1],
+            max_tokens=len(x) if self._max_tokens is None else self._max_tokens,
+            dtype=x.dtype,
+            options=self._options,
+            device=x.device if self._device is None else self._device,
+            transport=self._transport,
+        )
 
 
-@takes_settings(*_OF_MEGATRON, "max_tokens", *OF_ROWS)
 def use_megatron_dispatchers(
     model: nn.Module,
     *,
     max_tokens: int | None = None,
+    options: DispatchOptions = DEFAULT_OPTIONS,
     device: torch.device | str | None = None,
     transport: TransportName | None = None,
-    **settings: Any,
 ) -> int:
     """Give every MoELayer of a Megatron-core model a MegatronDispatcher, in the place of the one of its config; return
     the number of layers.
 
     Args:
         model: or a part of one, on this rank; before its first forward.
-        max_tokens, device, transport, settings: as for MegatronDispatcher.
+        max_tokens, options, device, transport: as for MegatronDispatcher.
 
     Raises:
         ArgumentError: a model without such layers.
@@ -289,7 +288,7 @@ def use_megatron_dispatchers(
         groups = SimpleNamespace(ep=before.ep_group, expt_tp=before.tp_group, tp_ep=before.tp_ep_group)
         of_layer: Any = (layer.num_local_experts, layer.local_expert_indices, layer.config, groups)
         dispatcher = MegatronDispatcher(
-            *of_layer, max_tokens=max_tokens, device=device, transport=transport, **settings
+            *of_layer, max_tokens=max_tokens, options=options, device=device, transport=transport
         )
         if before.shared_experts is not None:
             dispatcher.set_shared_experts(before.shared_experts)

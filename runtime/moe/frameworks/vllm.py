@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ....errors import ArgumentError, UnsupportedError
 from ...transports.choose_transport import TransportName
-from ..config import OF_ROWS, takes_settings
 from ..dispatcher import TokenDispatcher
+from ..options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
 
 
 class _Unregistered:
@@ -73,8 +73,9 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
         num_experts, top_k, hidden: E, K, H of the layer; physical experts, if vLLM's EPLB makes replicas.
         max_num_tokens: the largest number of tokens of a rank.
         dtype: of tokens.
-        device, transport, settings: as for TokenDispatcher, without `payloads` and `quantize`. `expert_capacity` may
-            lower C, if the workspace of the experts has as many rows.
+        options: as for TokenDispatcher, without `capacity`, `expert_map`, `layout`, `payloads`, `quantize` and
+            `scale_layout`. `expert_capacity` may lower C, if the workspace of the experts has as many rows.
+        device, transport: as for TokenDispatcher.
 
     Attributes:
         dispatcher: the TokenDispatcher, for `check` and `explain`.
@@ -83,9 +84,6 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
         ArgumentError, UnsupportedError: as for TokenDispatcher.
     """
 
-    @takes_settings(
-        "num_experts", "top_k", "hidden", "max_tokens", "dtype", "layout", "capacity", "expert_map", *OF_ROWS
-    )
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -95,24 +93,30 @@ class VLLMPrepareFinalize(_Base):  # type: ignore[misc]
         hidden: int,
         max_num_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
+        options: DispatchOptions = DEFAULT_OPTIONS,
         device: torch.device | str = "cuda",
         transport: TransportName | None = None,
-        **settings: Any,
     ) -> None:
         super().__init__()
         self._max_num_tokens = max_num_tokens
-        rows = dist.get_world_size(group) * max_num_tokens if dist.is_initialized() else None
-        of_layer: dict[str, Any] = {
-            "expert_capacity": rows,
-            **settings,
-            "num_experts": num_experts,
-            "top_k": top_k,
-            "hidden": hidden,
-            "max_tokens": max_num_tokens,
-            "dtype": dtype,
-            "layout": "batched",
-        }
-        self.dispatcher = TokenDispatcher(group, device=device, transport=transport, **of_layer)
+        refuse_options(
+            options, "capacity", "expert_map", "layout", *OF_ROWS,
+            why="since vLLM's experts take a batch of unquantized rows for each of consecutive experts",
+        )  # fmt: skip
+        options = replace(options, layout="batched")
+        if options.expert_capacity is None and dist.is_initialized():
+            options = replace(options, expert_capacity=dist.get_world_size(group) * max_num_tokens)
+        self.dispatcher = TokenDispatcher(
+            group,
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden=hidden,
+            max_tokens=max_num_tokens,
+            dtype=dtype,
+            options=options,
+            device=device,
+            transport=transport,
+        )
         self._of_thread = threading.local()
         """`prepared`: the result of the thread's last dispatch until its combine, and its topk_weights."""
 

@@ -22,17 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ....errors import ArgumentError
 from ....kernels import MOST_K, PAYLOADS, uploaded
-from ....planner import Splits
 from ...executor.call import binding
 from ...executor.dispatch_modes import is_fake, under_modes
 from ...transports.choose_transport import TransportName
 from ..autograd import note_written
-from ..config import DispatchConfig, OverflowPolicy
+from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens, empty_record
 from ..dispatcher import TokenDispatcher
 from ..operations import DISPATCH, seen_by_modes
+from ..options import DispatchOptions, OverflowPolicy
 from ..overflow import LATEST, Overflow
-from ..transfer.levels import with_splits
 
 LAYOUTS = ("flat", "expert_major")
 Received = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -125,7 +124,7 @@ class SwitchEngine:
     """The dispatchers of a TokenSwitch; each is made with the first routing or rows that need it.
 
     Args:
-        group, num_experts, overflow, splits, device, transport: as for TokenDispatcher.
+        group, num_experts, overflow, device, transport: as for TokenDispatcher.
         max_tokens: the largest T of any rank.
         rows: R, the rows of each rank's buffer.
         max_token_bytes: the largest H * itemsize.
@@ -145,17 +144,18 @@ class SwitchEngine:
         max_token_bytes: int,
         *,
         overflow: OverflowPolicy,
-        splits: Splits | None,
         device: torch.device,
         transport: TransportName | None,
     ) -> None:
-        self._group, self._transport, self._splits = group, transport, splits
+        self._group, self._transport = group, transport
         self.rows, self.device, self._most_bytes = rows, device, max_token_bytes
         self._dispatchers: dict[tuple[Any, ...], TokenDispatcher] = {}
+        self._options = DispatchOptions(
+            capacity=rows, overflow="drop", pooled_buffers=0, zero_rows=True, two_level=False, dedupe=False
+        )
         self.common = TokenDispatcher(
             group, num_experts=num_experts, top_k=1, hidden=max(1, max_token_bytes // 4), max_tokens=max_tokens,
-            dtype=torch.float32, capacity=rows, overflow=overflow, pooled_buffers=0, splits=splits, zero_rows=True,
-            two_level=False, dedupe=False, device=device, transport=transport,
+            dtype=torch.float32, options=replace(self._options, overflow=overflow), device=device, transport=transport,
         )  # fmt: skip
         config, me = self.common.config, self.common.transfers[0].me
         # Errors name the arguments of TokenSwitch.
@@ -180,8 +180,8 @@ class SwitchEngine:
             return [counts, *handle.tensors()]
 
         def fake(topk_idx: torch.Tensor) -> list[torch.Tensor]:
-            config, transfer = self.common.config, self.common.transfers[0]
-            of_layout = replace(config, **self._settings(layout, topk_idx.shape[1]))
+            transfer = self.common.transfers[0]
+            of_layout = self._config(layout, topk_idx.shape[1])
             weights = topk_idx.new_empty(self.rows, dtype=torch.float32)
             record = empty_record(of_layout, transfer.me, len(topk_idx), weights, transfer.in_chunks)
             by_k = [topk_idx.new_empty(self.rows, topk_idx.shape[1], dtype=torch.int64) for _ in range(2)]
@@ -343,30 +343,26 @@ class SwitchEngine:
                 if key not in self._dispatchers:
                     self._dispatchers[key] = TokenDispatcher(
                         self._group,
-                        **self._settings(layout, top_k),
+                        **self._sizes(layout, top_k),
                         hidden=hidden,
                         dtype=dtype,
+                        options=self._options,
                         device=self.device,
                         transport=self._transport,
                     )
         return self._dispatchers[key]
 
-    def _settings(self, layout: str, top_k: int) -> dict[str, Any]:
-        common, transfer = self.common.config, self.common.transfers[0]
-        settings: dict[str, Any] = {
-            "num_experts": common.ranks if layout == "flat" else common.num_experts, "top_k": top_k,
-            "max_tokens": common.max_tokens, "capacity": self.rows, "overflow": "drop", "pooled_buffers": 0,
-            "splits": self._splits, "zero_rows": True, "two_level": False, "dedupe": False,
-        }  # fmt: skip
-        if self._splits is None and self.device.type == "cuda" and not transfer.transport.one_sided:
-            # Equal for rows of all sizes, since chunks are part of a record.
-            largest = DispatchConfig(common.ranks, **settings, hidden=common.hidden, dtype=common.dtype)
-            assert common.nodes is not None
-            chosen, _ = with_splits(largest, common.nodes)
-            settings["splits"] = chosen.splits or "host"
-        if settings["splits"] == "fixed" and layout == "flat":
-            settings["chunk_capacity"] = common.max_tokens
-        return settings
+    def _sizes(self, layout: str, top_k: int) -> dict[str, Any]:
+        common = self.common.config
+        experts = common.ranks if layout == "flat" else common.num_experts
+        return {"num_experts": experts, "top_k": top_k, "max_tokens": common.max_tokens}
+
+    def _config(self, layout: str, top_k: int) -> DispatchConfig:
+        """Return the config of the dispatchers, for rows as large as those of `common`."""
+        c = self.common.config
+        return DispatchConfig.of(
+            c.ranks, c.nodes, **self._sizes(layout, top_k), hidden=c.hidden, dtype=c.dtype, options=self._options
+        )
 
     def _ranks_of(self, topk_idx: torch.Tensor) -> torch.Tensor:
         """Return the rank of each expert, int64 [T, K]. -1: no expert, or the rank of an earlier k; W: a bad id."""

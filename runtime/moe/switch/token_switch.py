@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ....errors import ArgumentError, shown
 from ....kernels import has_contiguous_rows
-from ....planner import Splits
 from ...executor.dispatch_modes import below_modes, hidden_from_modes, under_modes
 from ...transports.choose_transport import TransportName
-from ..config import MOST_ROWS, OverflowPolicy, whole_number
+from ..config import MOST_ROWS, whole_number
 from ..engine import device_of
 from ..operations import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
+from ..options import OverflowPolicy
 from .checks import check_expert_tokens, check_layout, check_out, check_outputs, check_tokens, check_topk_idx
 from .engine import RoutingHandle, SwitchEngine
 
@@ -57,9 +57,9 @@ class TokenSwitch(_token_switch.TokenSwitch):
     All ranks construct the same switches in the same order and make the same calls in the same order, backward
     included, with equal layouts, K, H and dtypes, and tensors that all require gradients or all do not. The number of
     tokens T may differ between ranks and may be 0. The first call with a layout, K, H or dtype makes dispatchers, so it
-    cannot be captured in a CUDA graph. No device-to-host sync, except in `create_routing`: with splits="host", and with
-    overflow="raise" for the second routing before. CPU tensors are read on the host. Under `torch.compile` the methods
-    break the graph.
+    cannot be captured in a CUDA graph. No device-to-host sync, except in `create_routing`: of the counts where ranks
+    exchange messages, and with overflow="raise" for the second routing before. CPU tensors are read on the host. Under
+    `torch.compile` the methods break the graph.
 
     Args:
         process_group: a process group, a 1-D DeviceMesh, or None for the default group.
@@ -73,7 +73,6 @@ class TokenSwitch(_token_switch.TokenSwitch):
             to receive more than R rows, or ids were bad; for the last two routings only `check` does. "drop": rows
             after the first R are dropped, which adds zero to sums and gradients; bad ids act as -1. In both cases
             `routing.handle.dropped` and `routing.handle.bad_ids` are their numbers on the device.
-        splits: as for TokenDispatcher.
         device: default: the current CUDA device with NCCL, otherwise the CPU.
         transport: as for TokenDispatcher.
 
@@ -92,7 +91,6 @@ class TokenSwitch(_token_switch.TokenSwitch):
         max_token_bytes: int,
         *,
         overflow: OverflowPolicy = "raise",
-        splits: Splits | None = None,
         device: torch.device | str | None = None,
         transport: TransportName | None = None,
     ) -> None:
@@ -115,7 +113,6 @@ class TokenSwitch(_token_switch.TokenSwitch):
             self._max_recv_tokens_per_rank,
             self._max_token_bytes,
             overflow=overflow,
-            splits=splits,
             device=_default_device(process_group) if device is None else device_of(device),
             transport=transport,
         )

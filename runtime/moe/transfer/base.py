@@ -35,7 +35,6 @@ from ....kernels import (
     uploaded,
     weigh_rows,
 )
-from ...environment import num_sms
 from ...transports.base import Transport
 from ...transports.comm_requests import CommRequest
 from ..config import DispatchConfig, fill_value
@@ -174,8 +173,7 @@ class TokenTransfer:
         """int32 [W]: the node of each destination of `DispatchRecord.rows`, ascending; None: they share one."""
         self.peers = self._active_peers()
         self.tables = AddressTables(device)
-        self._num_sms = num_sms(device, config.num_sms)
-        self.launch = RowLaunch.for_rows(config.hidden, config.dtype.itemsize, self._num_sms)
+        self.launch = RowLaunch.for_rows(config.hidden, config.dtype.itemsize)
         self._error: torch.Tensor | None = None
         """int64 [1]: not 0 if the counts of the matrix may not be those of this dispatch."""
 
@@ -349,7 +347,7 @@ class TokenTransfer:
 
     def _launch_of(self, rows: torch.Tensor) -> RowLaunch:
         """Return how rows are pushed: packed ones differ from those of the experts' output."""
-        return RowLaunch.for_rows(rows.shape[1], rows.itemsize, self._num_sms)
+        return RowLaunch.for_rows(rows.shape[1], rows.itemsize)
 
     @property
     def pushed_quantized(self) -> QuantizedRows | None:

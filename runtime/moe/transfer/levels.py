@@ -4,12 +4,12 @@ or two."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import torch
 
-from ....planner import HOST_READ_US, NVLINK_INFINIBAND, Topology, price_levels, price_splits
+from ....planner import Topology, price_levels
 from ...transports.hierarchical import HierarchicalSymmetricMemoryTransport
 from ..config import DispatchConfig
 from .base import TokenTransfer
@@ -84,43 +84,8 @@ def _text(two_level: bool, why: str) -> str:
     return f"levels: {'two' if two_level else 'one'}, {why}"
 
 
-def with_splits(config: DispatchConfig, nodes: Sequence[Hashable], windows: bool = False) -> tuple[DispatchConfig, str]:
-    """Return the config with the splits that are cheaper on GPUs, and why; equal on all ranks.
-
-    Args:
-        config: one without `splits`.
-        nodes: the node of each rank. On several of them the cheaper level counts, unless `two_level` is set.
-        windows: of `windows_inside`.
-    """
-    most, tokens = config.most_pairs, config.max_tokens
-    if len(set(nodes)) == 1:
-        prices = price_splits(nodes, most, most, config.row_nbytes, NVLINK_INFINIBAND, True)
-        host, fixed = prices.host, prices.fixed
-    else:
-        levels = ("one", "two") if config.two_level is None else (("two",) if config.two_level else ("one",))
-        host, fixed = (
-            min(getattr(price, level) for level in levels)
-            for chunk_rows in (None, most)
-            for price in [
-                price_levels(
-                    nodes, tokens, config.top_k, config.row_nbytes, NVLINK_INFINIBAND,
-                    windows and chunk_rows is not None, chunk_rows,
-                )
-            ]
-        )  # fmt: skip
-        host += HOST_READ_US
-    if fixed < host:
-        config = replace(config, splits="fixed")
-    why = (
-        f"splits: {'fixed' if fixed < host else 'host'}, the cheaper on {_number_of(set(nodes))} by the links of "
-        f"{NVLINK_INFINIBAND.name}: {host:.0f} us with sizes that the host reads, {fixed:.0f} us in chunks with room "
-        "for all rows" + (", through windows inside nodes on two levels" if windows else "")
-    )
-    return config, why
-
-
 def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTransfer]]:
-    """Return the transfer, and those that other values of `splits` and `two_level` select among the same ranks."""
+    """Return the transfer, and those that `chunk_capacity` and `two_level` could select among the same ranks."""
     if not (transfer.in_chunks or transfer.two_level):
         return [transfer]
     kinds: list[type[TokenTransfer]] = [SendRecvTransfer, FixedTransfer]
@@ -129,7 +94,3 @@ def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTran
         fixed = TwoLevelWindowTransfer if windows else TwoLevelFixedTransfer
         kinds = [TwoLevelSendRecvTransfer if transfer.fixed_size else fixed, *kinds]
     return [transfer, *[kind for kind in kinds if kind is not type(transfer)]]
-
-
-def _number_of(nodes: Collection[Hashable]) -> str:
-    return f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....errors import ArgumentError
-from ...environment import requested_pool_limit
 from ...process_group_cache import forget_dead_groups
 from .allocator import DEFAULT_LIMIT, allocators
 
@@ -36,13 +35,8 @@ class PoolMemory:
 
 
 def pool_limit() -> int | None:
-    """The limit in bytes, from `set_pool_limit` or SHARDWEAVE_POOL_LIMIT; None means DEFAULT_LIMIT or the bytes in use,
-    whichever is larger.
-
-    Raises:
-        ArgumentError: SHARDWEAVE_POOL_LIMIT is not a number of bytes.
-    """
-    return requested_pool_limit() if _limit is None else _limit
+    """The limit in bytes, from `set_pool_limit`; None means DEFAULT_LIMIT or the bytes in use, whichever is larger."""
+    return _limit
 
 
 def set_pool_limit(nbytes: int | None) -> None:
@@ -57,19 +51,17 @@ def set_pool_limit(nbytes: int | None) -> None:
 
     Args:
         nbytes: the limit in bytes. With 0, each call waits for the system to clear its memory, which takes about as
-            long as the copy itself. None: the value of `SHARDWEAVE_POOL_LIMIT`, or by default 256 MiB or the bytes in
-            use by tensors, whichever is larger.
+            long as the copy itself. None, the default: 256 MiB or the bytes in use by tensors, whichever is larger.
 
     Raises:
-        ArgumentError: `nbytes` or SHARDWEAVE_POOL_LIMIT is not a number of bytes.
+        ArgumentError: `nbytes` is not a number of bytes.
     """
     global _limit
     if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
         raise ArgumentError(f"nbytes: {nbytes!r}; allowed: a whole number of bytes, or None")
-    limit = requested_pool_limit() if nbytes is None else nbytes
     _limit = nbytes
     for allocator in list(allocators):
-        allocator.set_limit(limit)
+        allocator.set_limit(nbytes)
 
 
 def empty_cache() -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ....errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
 from ....kernels import Code, Failure, Turn, wait_limit
-from ...environment import num_sms
 from ..backend_limits import PooledOutputs, WindowPolicy
 from ..buffer_pool import BufferPool
 from ..comm_requests import PendingCall
@@ -74,7 +73,6 @@ class SymmetricMemoryTransport:
         refuse_capture(provider.device, "the transport symmetric_memory")
         self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
         self.rendezvous = rendezvous
-        self._num_sms = num_sms(provider.device)
         self.windows = WindowPolicy()
         self._of_group: dict[tuple[tuple[int, ...], int], list[Window]] = {}
         self._all: list[Window] = []
@@ -121,7 +119,7 @@ class SymmetricMemoryTransport:
     def _new_window(self, ranks: tuple[int, ...], nbytes: int, halves: int, key: str) -> Window:
         memory = self._memory(ranks, pad_bytes(len(ranks)) + halves * nbytes, key)
         watch = None if self._watchdog is None else partial(WatchedWait, self._watchdog)
-        window = Window(self.rank, memory, len(self._all), self.failure, halves, watch, self._num_sms)
+        window = Window(self.rank, memory, len(self._all), self.failure, halves, watch)
         self._all.append(window)
         return window
 

@@ -89,7 +89,7 @@ def test_nested_and_repeated_install(loaded_here: Callable[..., Any]) -> None:
     with shardweave.installed():
         ours = bound(early)
         assert not set(ours) & set(torchs)
-        with shardweave.installed(min_bytes=8):
+        with shardweave.installed(reduction="fast"):
             assert bound(early) == bound(loaded_here("bound_inside")) == ours
         assert bound(early) == ours
         shardweave.install(reduction="fast")

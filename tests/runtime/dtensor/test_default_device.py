@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,7 +66,7 @@ def everything(rank: int, default: str) -> list[list]:
     found = []
     with torch.device(default):
         for transport, more in WAYS:
-            found += layer(Listed(TokenDispatcher(**SETTINGS, **more, transport=transport)), tokens)
+            found += layer(Listed(TokenDispatcher(**with_options(**SETTINGS, **more, transport=transport))), tokens)
         for transport in dict(WAYS):
             for target in (Shard(1), Replicate(), Partial()):
                 found.append(shardweave.redistribute(x, [target], transport=transport).to_local())
@@ -81,14 +82,14 @@ def test_ranks_ignore_the_default_device():
 @pytest.mark.parametrize("one_sided", [True, False])
 def test_virtual_ranks_ignore_the_default_device(one_sided):
     tokens = [given(rank) for rank in range(3)]
-    want = layer(VirtualTokenDispatcher(3, **SETTINGS, one_sided=one_sided), tokens)
+    want = layer(VirtualTokenDispatcher(3, **with_options(**SETTINGS, one_sided=one_sided)), tokens)
     with torch.device("meta"):
-        got = layer(VirtualTokenDispatcher(3, **SETTINGS, one_sided=one_sided), tokens)
+        got = layer(VirtualTokenDispatcher(3, **with_options(**SETTINGS, one_sided=one_sided)), tokens)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_copied_model_shares_the_dispatcher():
-    d = VirtualTokenDispatcher(2, **SETTINGS)
+    d = VirtualTokenDispatcher(2, **with_options(**SETTINGS))
     module = torch.nn.Linear(2, 2)
     module.dispatcher = d
     assert copy.deepcopy(module).dispatcher is d

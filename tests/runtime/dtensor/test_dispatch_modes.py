@@ -323,10 +323,10 @@ def some_left_to_torch(rank: int) -> None:
 
     plain = gradients(None)
     for saved in SAVED:
-        for min_bytes in (0, 33):
-            with shardweave.installed(min_bytes=min_bytes):
+        for only in (mesh, []):
+            with shardweave.installed(only=only):
                 assert all(torch.equal(a, b) for a, b in zip(gradients(saved), plain, strict=True)), saved
-    assert "smaller than install(min_bytes=)" in shardweave.stats().delegations
+    assert "a mesh that install(only=) leaves out" in shardweave.stats().delegations
 
 
 def test_checkpointed_regions_with_delegations() -> None:

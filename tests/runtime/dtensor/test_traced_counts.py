@@ -73,11 +73,11 @@ def test_each_redistribution_of_a_graph_is_counted_once() -> None:
 
 def reset_in_between(rank: int) -> None:
     stats, x = shardweave.stats(), sharded()
-    shardweave.install(min_bytes=1 << 20, traced=False)
+    shardweave.install(only=[], traced=False)
     compiled = torch.compile(there_and_back, backend="aot_eager")
     compiled(x)
     x.redistribute(placements=R)
-    assert stats.delegations == {TRACED: 4, "smaller than install(min_bytes=)": 1}
+    assert stats.delegations == {TRACED: 4, "a mesh that install(only=) leaves out": 1}
     for _ in range(2):
         stats.reset()
         compiled(x)

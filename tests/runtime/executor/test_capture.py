@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import interpreted, run_ranks
 from test_no_sync import dtensor
@@ -89,7 +90,7 @@ class Layer:
     """Dispatch, combine and their backward, with other tokens in other memory in each call."""
 
     def __init__(self, **settings: Any) -> None:
-        self.dispatcher = TokenDispatcher(**{**SETTINGS, **settings})
+        self.dispatcher = TokenDispatcher(**with_options(**{**SETTINGS, **settings}))
         self.calls = 0
         self.kept: list[Any] = []  # so that memory is not used again
 

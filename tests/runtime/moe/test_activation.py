@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import Tokens, assert_near, tokens_of
 
 from shardweave.errors import ArgumentError
@@ -27,7 +28,7 @@ def poisoned(poisoned_memory: None) -> Iterator[None]:
 
 def virtual(dtype: torch.dtype = torch.float32, **given) -> VirtualTokenDispatcher:
     settings = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 6, "dtype": dtype, "align": 8}
-    return VirtualTokenDispatcher(RANKS, **{**settings, **given})
+    return VirtualTokenDispatcher(RANKS, **with_options(**{**settings, **given}))
 
 
 def parameters(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

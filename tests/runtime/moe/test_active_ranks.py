@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, tokens_of
 from rank_processes import end_ranks, run_ranks
 from test_processes import poisoned, raw
@@ -16,6 +17,7 @@ from test_processes import poisoned, raw
 from shardweave import move_experts, sum_replicas
 from shardweave.errors import ArgumentError, TransportError, UnsupportedError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 
 E, K, H, T = 6, 3, 8, 7
@@ -91,9 +93,11 @@ def subsets(ranks: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", ["push", "exact chunks", "fixed chunks"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_active_ranks_equal_oracle(ranks, kind):
-    more: dict[str, Any] = {"splits": "fixed"} if kind == "fixed chunks" else {}
+    more: dict[str, Any] = {"chunk_capacity": 1 << 20} if kind == "fixed chunks" else {}
     for expert_map in MAPS[ranks]:
-        d = VirtualTokenDispatcher(ranks, **SETTINGS, **more, one_sided=kind == "push", expert_map=expert_map)
+        d = VirtualTokenDispatcher(
+            ranks, **with_options(**SETTINGS, **more, one_sided=kind == "push", expert_map=expert_map)
+        )
         held = experts_of(ranks, expert_map)
         for seed, active in enumerate(subsets(ranks)):
             d.set_active_ranks(active)
@@ -108,9 +112,12 @@ def test_active_ranks_equal_oracle(ranks, kind):
 def test_capacity_counts_remaining_pairs(save, layout):
     """Experts 2 and 3 are on rank 1 only."""
     d = VirtualTokenDispatcher(
-        3, **{**SETTINGS, "num_experts": 4, "top_k": 1}, expert_map=[[0, 1], [2, 3], [0, 1]], expert_capacity=2,
-        overflow="drop", save=save, layout=layout, align=2,
-    )  # fmt: skip
+        3,
+        **{**SETTINGS, "num_experts": 4, "top_k": 1},
+        options=DispatchOptions(
+            expert_map=[[0, 1], [2, 3], [0, 1]], expert_capacity=2, overflow="drop", save=save, layout=layout, align=2
+        ),
+    )
     d.set_active_ranks([0, 2])
     ids = [torch.tensor([[0], [0], [0], [1], [2], [3], [-1]])] * 2
     xs = [torch.full((T, H), 1.0 + i) for i in range(2)]
@@ -143,7 +150,9 @@ def test_arguments_are_checked():
     with pytest.raises(UnsupportedError, match="backward after set_active_ranks"):
         of_all[0].x.sum().backward()
     with pytest.raises(UnsupportedError, match="two_level"):
-        VirtualTokenDispatcher(2, **SETTINGS, one_sided=False, nodes=[0, 1], two_level=True).set_active_ranks([0])
+        VirtualTokenDispatcher(
+            2, **SETTINGS, one_sided=False, nodes=[0, 1], options=DispatchOptions(two_level=True)
+        ).set_active_ranks([0])
 
 
 def given(rank: int, i: int) -> Tokens:
@@ -160,7 +169,9 @@ def layer(d: TokenDispatcher, rank: int, i: int) -> bytes:
 
 
 def virtual_layers(size: int, masks: Sequence[Sequence[int] | None], nodes: Sequence[int] | None) -> list[list[bytes]]:
-    d = VirtualTokenDispatcher(size, **SETTINGS, expert_map=MAPS[size][1], one_sided=nodes is None, nodes=nodes)
+    d = VirtualTokenDispatcher(
+        size, **SETTINGS, one_sided=nodes is None, nodes=nodes, options=DispatchOptions(expert_map=MAPS[size][1])
+    )
     found: list[list[bytes]] = [[] for _ in range(size)]
     held = experts_of(size, MAPS[size][1])
     for i, mask in enumerate(masks):
@@ -185,7 +196,9 @@ def masks_of(size: int) -> list[Sequence[int] | None]:
 def masked_in_turn(rank: int, transport: str, **more: Any) -> list[bytes]:
     """A rank that is masked out does nothing at all until it is taken back: it waits in the store meanwhile."""
     store = dist.distributed_c10d._get_default_store()
-    d = TokenDispatcher(**SETTINGS, **more, transport=transport, expert_map=MAPS[dist.get_world_size()][1])
+    d = TokenDispatcher(
+        **with_options(**SETTINGS, **more, transport=transport, expert_map=MAPS[dist.get_world_size()][1])
+    )
     name, found = f"{transport} {more} done", []
     for i, mask in enumerate(masks_of(dist.get_world_size())):
         if mask is not None and rank not in mask:
@@ -202,7 +215,7 @@ def on_each_transport(rank: int) -> list[list[bytes]]:
     torch.set_num_threads(1)
     poisoned()
     found = [masked_in_turn(rank, t) for t in ("shared_memory", "process_group", "hierarchical")]
-    assert masked_in_turn(rank, "process_group", splits="fixed") == found[1]
+    assert masked_in_turn(rank, "process_group", chunk_capacity=1 << 20) == found[1]
     return found
 
 
@@ -218,7 +231,7 @@ def on_each_level(rank: int) -> list[list[bytes]]:
     torch.set_num_threads(1)
     transports = ("hierarchical", False), ("hierarchical", True), ("process_group", True)
     found = [masked_in_turn(rank, transport, two_level=two_level) for transport, two_level in transports]
-    return [*found, masked_in_turn(rank, "symmetric_memory", two_level=True, splits="fixed")]
+    return [*found, masked_in_turn(rank, "symmetric_memory", two_level=True, chunk_capacity=1 << 20)]
 
 
 @pytest.mark.multi
@@ -230,7 +243,7 @@ def test_masked_ranks_between_nodes():
 
 
 def one_ends(rank: int, transport: str) -> list[bytes]:
-    d = TokenDispatcher(**SETTINGS, transport=transport, expert_map=MAPS[4][1])
+    d = TokenDispatcher(**SETTINGS, transport=transport, options=DispatchOptions(expert_map=MAPS[4][1]))
     found = [layer(d, rank, 0)]
     store = dist.distributed_c10d._get_default_store()
     store.set(f"done {rank}", "")
@@ -252,7 +265,7 @@ def test_calls_go_on_without_a_rank_that_ended(transport):
 
 def refusals(rank: int) -> None:
     for transport in ("shared_memory", "process_group"):
-        d = TokenDispatcher(**SETTINGS, transport=transport, expert_map=MAPS[2][1])
+        d = TokenDispatcher(**SETTINGS, transport=transport, options=DispatchOptions(expert_map=MAPS[2][1]))
         t = given(rank, 1)
         with pytest.raises(ArgumentError, match="at least one rank"):
             d.set_active_ranks([])  # on all ranks, which go on

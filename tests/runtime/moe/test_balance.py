@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 
 from shardweave.errors import ArgumentError
@@ -133,7 +134,11 @@ def test_loads_are_those_of_the_dispatcher():
 
     def load(expert_map):
         sizes = {"num_experts": 7, "top_k": 2, "hidden": 4, "max_tokens": 31, "dtype": torch.float32}
-        return VirtualTokenDispatcher(3, **sizes, expert_map=expert_map).dispatch(xs, ids, weights)[0].load()
+        return (
+            VirtualTokenDispatcher(3, **with_options(**sizes, expert_map=expert_map))
+            .dispatch(xs, ids, weights)[0]
+            .load()
+        )
 
     before = load([[0, 1, 2], [3, 4, 0], [5, 6, 1]])
     want = torch.stack([torch.bincount(i[i >= 0], minlength=7) for i in ids])

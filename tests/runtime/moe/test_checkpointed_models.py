@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from rank_processes import end_ranks, run_ranks
 from test_token_modes import REGIONS, Log, policies, region
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -30,7 +31,9 @@ SETTINGS: list[dict[str, Any]] = [{}, {"save": "copy"}, {"save": "redispatch"}, 
 def trained(settings: dict[str, Any], phases: bool, policy: str | None) -> list[torch.Tensor]:
     """Results and gradients of two layers in some steps, whose lengths shrink; on rank 1 to none."""
     rank, found = dist.get_rank(), []
-    d = shardweave.TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=T, dtype=DTYPE, **settings)
+    d = shardweave.TokenDispatcher(
+        **with_options(num_experts=E, top_k=K, hidden=H, max_tokens=T, dtype=DTYPE, **settings)
+    )
     matrix = (torch.arange(H * H).view(H, H) % 7 - 3).to(DTYPE) / 8
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,14 @@ import shutil
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import run_ranks
 from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import CapacityError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 
 T, K, E, H = 5, 2, 3, 8
@@ -25,7 +27,7 @@ def forgotten():
 
 def virtual(**given) -> VirtualTokenDispatcher:
     settings = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 16, "dtype": torch.float32, "align": 4}
-    return VirtualTokenDispatcher(2, **{**settings, **given})
+    return VirtualTokenDispatcher(2, **with_options(**{**settings, **given}))
 
 
 def leaves(count: int, routing: str = "holes", dtype: torch.dtype = torch.float32):
@@ -256,7 +258,9 @@ def test_operators_are_cudagraph_unsafe():
 
 def blocks_of_one_rank(rank: int, backend: str | None) -> list:
     """Two blocks, each compiled, and two microbatches, whose backward follows both; returns results and gradients."""
-    d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, align=4)
+    d = TokenDispatcher(
+        num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, options=DispatchOptions(align=4)
+    )
 
     def block(x, weights, ids):
         routed = d.dispatch(x, ids, weights)

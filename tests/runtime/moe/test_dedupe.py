@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import interpreted, run_ranks
 from test_processes import SETTINGS, E, H, K, given, leaf, raw, rounds_of, virtual_rounds
@@ -25,7 +26,10 @@ FP8 = {"hidden": 256, "quantize": "fp8_128", "quantize_output": "fp8_128"}
 
 
 def both(settings: dict) -> list[TokenDispatcher]:
-    ds = [TokenDispatcher(**settings, transport="symmetric_memory", dedupe=dedupe) for dedupe in (False, True)]
+    ds = [
+        TokenDispatcher(**with_options(**settings, transport="symmetric_memory", dedupe=dedupe))
+        for dedupe in (False, True)
+    ]
     assert ["once for each rank inside a node" in d.explain() for d in ds] == [False, True]
     return ds
 
@@ -82,7 +86,9 @@ def in_the_interpreter(rank: int) -> str:
 
 def without_room(rank: int) -> None:
     """A dispatcher with receive buffers of no rows."""
-    d = TokenDispatcher(**{**SETTINGS, "max_tokens": 0, "align": 1}, transport="symmetric_memory", dedupe=True)
+    d = TokenDispatcher(
+        **with_options(**{**SETTINGS, "max_tokens": 0, "align": 1}, transport="symmetric_memory", dedupe=True)
+    )
     assert d.config.rows == 0
     t = tokens_of(rank, 0, SETTINGS["top_k"], E, H, torch.bfloat16, "uniform")
     for _ in range(2):  # the second one may make the launches of the first again
@@ -96,7 +102,7 @@ def crossing(rank: int) -> None:
     from accesses import Counts
 
     ranks, settings = dist.get_world_size(), {**SETTINGS, "top_k": 4}
-    d = TokenDispatcher(**settings, transport="symmetric_memory", dedupe=True)
+    d = TokenDispatcher(**with_options(**settings, transport="symmetric_memory", dedupe=True))
     theirs = [data for window in transport_of("cpu")._all for peer, data in window.data.items() if peer != rank]
     low, high = d.config.bounds[rank : rank + 2]
     row, tables = H * 2, (ranks - 1) * (d.config.bounds[-1] + 2 + d.config.max_tokens * 4 * 2) * 4
@@ -123,13 +129,13 @@ def test_interpreted_kernels_equal_those_once_per_expert() -> None:
 
 
 def stated(rank: int) -> tuple[str, int, str]:
-    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory", dedupe=True)
+    d = TokenDispatcher(**with_options(**SETTINGS, transport="symmetric_memory", dedupe=True))
     before = stats().copies.total()
     t = given(rank, 1)
     with torch.no_grad():
         routed = d.dispatch(t.x, t.ids, t.weights)
         d.combine(routed.output_buffer().copy_(routed.x), routed)
-    by_default = TokenDispatcher(**SETTINGS, transport="symmetric_memory").explain()
+    by_default = TokenDispatcher(**with_options(**SETTINGS, transport="symmetric_memory")).explain()
     return d.explain(), stats().copies.total() - before, by_default
 
 
@@ -137,7 +143,7 @@ def test_explain_states_choice_and_bytes() -> None:
     (text, copies, by_default), _ = run_ranks(stated, 2)
     assert "once for each rank inside a node: requested" in text and "pooled_buffers" not in text, text
     assert "tokens fetched once by each rank" in text and copies == 0
-    c = shardweave.VirtualTokenDispatcher(2, **SETTINGS).config
+    c = shardweave.VirtualTokenDispatcher(2, **with_options(**SETTINGS)).config
     # With even routing 5 experts of 3 on rank 0 and 2 on rank 1: all tokens have one on rank 0, 9 of 10 on rank 1.
     assert f"{12 * H * 2:,} {c.max_tokens * H * 2:>16,}  combine" in text, text
     assert "once for each expert inside a node: ranks share the memory" in by_default
@@ -145,11 +151,11 @@ def test_explain_states_choice_and_bytes() -> None:
 
 def refused(rank: int) -> str:
     with pytest.raises(UnsupportedError, match="dedupe: True, but only") as raised:
-        TokenDispatcher(**SETTINGS, dedupe=True)
+        TokenDispatcher(**with_options(**SETTINGS, dedupe=True))
     return str(raised.value)
 
 
 def test_unsupported_on_other_transports() -> None:
     with pytest.raises(UnsupportedError, match="virtual ranks have no windows"):
-        shardweave.VirtualTokenDispatcher(2, **SETTINGS, dedupe=True)
+        shardweave.VirtualTokenDispatcher(2, **with_options(**SETTINGS, dedupe=True))
     assert all("symmetric_memory" in text for text in run_ranks(refused, 2))

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -23,7 +24,7 @@ TRANSPORTS = ("shared_memory", "process_group", "hierarchical", "symmetric_memor
 
 def dispatcher(transport: str, **given) -> TokenDispatcher:
     settings = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 4, "dtype": torch.float32}
-    return TokenDispatcher(**{**settings, **given}, transport=transport)
+    return TokenDispatcher(**with_options(**{**settings, **given}, transport=transport))
 
 
 def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

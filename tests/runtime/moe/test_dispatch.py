@@ -8,11 +8,13 @@ from collections import Counter
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, tokens_of
 from test_processes import leaf, raw
 from torch.utils import _pytree
 
 from shardweave.errors import ArgumentError, CapacityError
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.statistics import stats
 
@@ -59,9 +61,11 @@ def check(dispatcher, tokens, matrices, dtype, weighted=True, kept=None):
 def check_two_sided(given: dict, tokens: list[Tokens], matrices: torch.Tensor, weighted=True) -> None:
     """Check that chunks of exact and of fixed sizes give the bits of rows that are pushed."""
     ranks, results = len(tokens), []
-    for kind, reads in (({}, 0), ({"one_sided": False}, 1), ({"one_sided": False, "splits": "fixed"}, 0)):
+    for kind, reads in (({}, 0), ({"one_sided": False}, 1), ({"one_sided": False, "chunk_capacity": 1 << 20}, 0)):
         before = stats().host_reads["counts of a token dispatch"]
-        found = virtual_moe(VirtualTokenDispatcher(ranks, **given, **kind), tokens, matrices, weighted)[:4]
+        found = virtual_moe(VirtualTokenDispatcher(ranks, **with_options(**given, **kind)), tokens, matrices, weighted)[
+            :4
+        ]
         results.append([[raw(x) for x in of] for of in found])
         assert stats().host_reads["counts of a token dispatch"] - before == reads * ranks
     assert results[1] == results[0] and results[2] == results[0]
@@ -91,7 +95,7 @@ def test_dispatch_and_combine_equal_dense(ranks, counts, k, experts, hidden, ali
     given = {
         "num_experts": experts, "top_k": k, "hidden": hidden, "max_tokens": max(counts), "dtype": dtype, "align": align
     }  # fmt: skip
-    d = VirtualTokenDispatcher(ranks, **given)
+    d = VirtualTokenDispatcher(ranks, **with_options(**given))
     tokens = [tokens_of(r, n, k, experts, hidden, dtype, routing) for r, n in enumerate(counts)]
     tokens[0].add = torch.ones_like(tokens[0].x)
     routed = check(d, tokens, matrices_of(experts, hidden, dtype), dtype, weighted)
@@ -105,7 +109,9 @@ def test_dispatch_and_combine_equal_dense(ranks, counts, k, experts, hidden, ali
 
 @pytest.mark.parametrize("ranks", [16, pytest.param(64, marks=pytest.mark.long)])
 def test_many_ranks(ranks):
-    d = VirtualTokenDispatcher(ranks, num_experts=100, top_k=3, hidden=4, max_tokens=3, dtype=torch.float32, align=2)
+    d = VirtualTokenDispatcher(
+        ranks, num_experts=100, top_k=3, hidden=4, max_tokens=3, dtype=torch.float32, options=DispatchOptions(align=2)
+    )
     tokens = [tokens_of(r, r % 4, 3, 100, 4, torch.float32, "holes") for r in range(ranks)]
     check(d, tokens, matrices_of(100, 4, torch.float32), torch.float32)
 
@@ -115,9 +121,14 @@ def test_load_of_replicated_experts(capacity):
     """Replicas add up, in loads and in gradients. Bad ids are not counted."""
     experts_of = [[1, 0], [3, 1], [2, 1, 0, 2]]
     d = VirtualTokenDispatcher(
-        3, num_experts=4, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, expert_map=experts_of,
-        expert_capacity=capacity, overflow="drop",
-    )  # fmt: skip
+        3,
+        num_experts=4,
+        top_k=2,
+        hidden=8,
+        max_tokens=9,
+        dtype=torch.float32,
+        options=DispatchOptions(expert_map=experts_of, expert_capacity=capacity, overflow="drop"),
+    )
     tokens = [tokens_of(r, 9 - 4 * r, 2, 4, 8, torch.float32, "holes") for r in range(3)]
     if capacity is None:
         check(d, tokens, matrices_of(4, 8, torch.float32), torch.float32)
@@ -150,7 +161,7 @@ def test_batched(ranks, experts, most, capacity):
         "num_experts": experts, "top_k": 2, "hidden": 8, "max_tokens": most, "dtype": torch.float32, "align": 8,
         "expert_capacity": capacity, "layout": "batched", "overflow": "drop",
     }  # fmt: skip
-    d = VirtualTokenDispatcher(ranks, **given)
+    d = VirtualTokenDispatcher(ranks, **with_options(**given))
     tokens = [tokens_of(r, most, 2, experts, 8, torch.float32, "uniform") for r in range(ranks)]
     matrices = matrices_of(experts, 8, torch.float32)
     kept = first_of_each_expert(tokens, experts, 0 if capacity is None else capacity)
@@ -182,7 +193,7 @@ def test_rows_beyond_expert_capacity_are_dropped(routing, layout):
         "num_experts": 4, "top_k": 3, "hidden": 8, "max_tokens": 7, "dtype": torch.float32, "expert_capacity": 6,
         "overflow": "drop", "layout": layout,
     }  # fmt: skip
-    d = VirtualTokenDispatcher(3, **given)
+    d = VirtualTokenDispatcher(3, **with_options(**given))
     tokens = [tokens_of(r, 7 - 2 * r, 3, 4, 8, torch.float32, routing) for r in range(3)]
     kept = first_of_each_expert(tokens, 4, 6)
     routed = check(d, tokens, matrices_of(4, 8, torch.float32), torch.float32, kept=kept)
@@ -195,9 +206,14 @@ def test_rows_beyond_expert_capacity_are_dropped(routing, layout):
 def test_rows_beyond_capacity_are_dropped():
     """One expert per rank and a buffer of 8 rows."""
     d = VirtualTokenDispatcher(
-        2, num_experts=2, top_k=1, hidden=8, max_tokens=20, dtype=torch.float32, capacity=0.35, align=4,
-        overflow="drop",
-    )  # fmt: skip
+        2,
+        num_experts=2,
+        top_k=1,
+        hidden=8,
+        max_tokens=20,
+        dtype=torch.float32,
+        options=DispatchOptions(capacity=0.35, align=4, overflow="drop"),
+    )
     assert d.config.rows == 8
     tokens = [tokens_of(r, 20, 1, 2, 8, torch.float32, "uniform") for r in range(2)]
     routed = check(d, tokens, matrices_of(2, 8, torch.float32), torch.float32, kept=first_of_each_expert(tokens, 2, 8))
@@ -225,9 +241,17 @@ def fitting_in_chunks(tokens: list[Tokens], destination_of: list[int], most: int
 def test_rows_beyond_chunk_capacity_are_dropped(most, expert_capacity, routing, layout):
     experts, destination_of = 5, [0, 0, 1, 1, 2]
     d = VirtualTokenDispatcher(
-        3, num_experts=experts, top_k=3, hidden=8, max_tokens=7, dtype=torch.float32, overflow="drop", align=4,
-        layout=layout, expert_capacity=expert_capacity, one_sided=False, chunk_capacity=most,
-    )  # fmt: skip
+        3,
+        num_experts=experts,
+        top_k=3,
+        hidden=8,
+        max_tokens=7,
+        dtype=torch.float32,
+        one_sided=False,
+        options=DispatchOptions(
+            overflow="drop", align=4, layout=layout, expert_capacity=expert_capacity, chunk_capacity=most
+        ),
+    )
     assert d.config.chunk_capacity == min(most, 21) and d.config.bounds == (0, 2, 4, 5)
     tokens = [tokens_of(r, 7 - 2 * r, 3, experts, 8, torch.float32, routing) for r in range(3)]
     there = fitting_in_chunks(tokens, destination_of, most)
@@ -244,7 +268,14 @@ def test_rows_beyond_chunk_capacity_are_dropped(most, expert_capacity, routing, 
 
 def test_check_raises_for_chunk_capacity():
     d = VirtualTokenDispatcher(
-        2, num_experts=2, top_k=1, hidden=8, max_tokens=8, dtype=torch.float32, one_sided=False, chunk_capacity=0.5
+        2,
+        num_experts=2,
+        top_k=1,
+        hidden=8,
+        max_tokens=8,
+        dtype=torch.float32,
+        one_sided=False,
+        options=DispatchOptions(chunk_capacity=0.5),
     )
     assert d.config.chunk_capacity == 2
     t = tokens_of(0, 8, 1, 2, 8, torch.float32, "hot")
@@ -320,7 +351,9 @@ def test_gradients_cannot_be_differentiated():
 
 def test_unused_rows_masked_as_documented():
     """Elementwise operations over all rows, with a parameter whose gradient sums over them."""
-    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4)
+    d = VirtualTokenDispatcher(
+        2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, options=DispatchOptions(align=4)
+    )
     tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "holes") for r in range(2)]
     scale = torch.tensor(1.5, requires_grad=True)
     xs = [leaf(t.x) for t in tokens]
@@ -343,7 +376,7 @@ def test_unused_rows_masked_as_documented():
 def test_offsets_fit_grouped_mm(align):
     if not hasattr(torch, "_grouped_mm"):
         pytest.skip("this torch has no _grouped_mm")
-    d = VirtualTokenDispatcher(2, num_experts=5, top_k=2, hidden=16, max_tokens=9, align=align)
+    d = VirtualTokenDispatcher(2, num_experts=5, top_k=2, hidden=16, max_tokens=9, options=DispatchOptions(align=align))
     tokens = [tokens_of(r, 9, 2, 5, 16, torch.bfloat16, "uniform") for r in range(2)]
     matrices = matrices_of(5, 16, torch.bfloat16)
     for rank, r in enumerate(d.dispatch(*zip(*[(t.x, t.ids, t.weights) for t in tokens], strict=True))):
@@ -362,7 +395,7 @@ def test_offsets_fit_grouped_mm(align):
 def test_padded_tokens_equal_those_alone(quantize):
     """A decoding step: T is fixed, ids of -1 are behind the tokens, whatever x and weights hold there."""
     settings = {"num_experts": 6, "top_k": 3, "hidden": 40, "layout": "batched", "quantize": quantize}
-    d, alone = (VirtualTokenDispatcher(2, max_tokens=6, **settings) for _ in range(2))
+    d, alone = (VirtualTokenDispatcher(2, **with_options(max_tokens=6, **settings)) for _ in range(2))
     for step, counts in enumerate([(6, 6), (1, 0), (0, 0), (3, 6)]):
         tokens = [tokens_of(r, n, 3, 6, 40, torch.bfloat16, "zipf", step) for r, n in enumerate(counts)]
         results = []
@@ -391,15 +424,17 @@ def test_padded_tokens_equal_those_alone(quantize):
         {"save": "copy"},
         {"layout": "batched"},
         {"one_sided": False},
-        {"one_sided": False, "splits": "fixed"},
+        {"one_sided": False, "chunk_capacity": 1 << 20},
         {"one_sided": False, "nodes": [0, 0, 1, 1], "two_level": True},
-        {"one_sided": False, "nodes": [0, 0, 1, 1], "two_level": True, "splits": "fixed"},
+        {"one_sided": False, "nodes": [0, 0, 1, 1], "two_level": True, "chunk_capacity": 1 << 20},
     ],
     ids=str,
 )
 def test_arguments_may_be_overwritten_after_dispatch(kind, phases):
     """Forward and backward are of what was dispatched, whatever the dtypes of ids and weights."""
-    d = VirtualTokenDispatcher(4, num_experts=6, top_k=3, hidden=8, max_tokens=5, dtype=torch.float32, **kind)
+    d = VirtualTokenDispatcher(
+        4, **with_options(num_experts=6, top_k=3, hidden=8, max_tokens=5, dtype=torch.float32, **kind)
+    )
     matrices = matrices_of(6, 8, torch.float32)
     for ids_dtype, weights_dtype in itertools.product((torch.int64, torch.int32), (torch.float32, torch.float64)):
         tokens = [tokens_of(r, n, 3, 6, 8, torch.float32, "holes") for r, n in enumerate((5, 0, 3, 4))]
@@ -423,7 +458,7 @@ def test_arguments_may_be_overwritten_after_dispatch(kind, phases):
 
 def test_x_of_redispatch_that_was_overwritten_is_refused() -> None:
     sizes = {"num_experts": 2, "top_k": 1, "hidden": 4, "max_tokens": 2, "dtype": torch.float32}
-    d = VirtualTokenDispatcher(1, **sizes, save="redispatch")
+    d = VirtualTokenDispatcher(1, **with_options(**sizes, save="redispatch"))
     x, ids = torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64)
     (routed,) = d.dispatch([x], [ids], [torch.ones(2, 1)])
     x.zero_()
@@ -452,7 +487,7 @@ def test_weights_that_need_gradients_of_a_dispatch_without_are_refused() -> None
 @pytest.mark.parametrize("one_sided", [True, False])
 def test_gradients_of_weights_of_several_combines_and_of_row_weights_add(one_sided: bool) -> None:
     settings = {"num_experts": 6, "top_k": 2, "hidden": 8, "max_tokens": 5, "dtype": torch.float32}
-    d = VirtualTokenDispatcher(3, one_sided=one_sided, **settings)
+    d = VirtualTokenDispatcher(3, **with_options(one_sided=one_sided, **settings))
     tokens = [tokens_of(r, 5, 2, 6, 8, torch.float32, "uniform") for r in range(3)]
     xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
     routed = d.dispatch(xs, [t.ids for t in tokens], weights)

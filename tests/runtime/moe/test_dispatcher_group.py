@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import run_ranks
 
@@ -24,9 +25,17 @@ def groups_of_requests(rank: int, settings: dict[str, Any]) -> tuple[int, bool]:
     if rank == 1:
         return 0, True
     d = shardweave.TokenDispatcher(
-        group, num_experts=EXPERTS, top_k=K, hidden=HIDDEN, max_tokens=MOST, dtype=torch.float32,
-        transport="process_group", **settings,
-    )  # fmt: skip
+        group,
+        **with_options(
+            num_experts=EXPERTS,
+            top_k=K,
+            hidden=HIDDEN,
+            max_tokens=MOST,
+            dtype=torch.float32,
+            transport="process_group",
+            **settings,
+        ),
+    )
     groups, begin = list[Any](), ProcessGroupTransport.begin
 
     def noted(self: Any, request: Any) -> Any:
@@ -42,7 +51,7 @@ def groups_of_requests(rank: int, settings: dict[str, Any]) -> tuple[int, bool]:
     return len(groups), all(g is not None and g.process_group is group for g in groups)
 
 
-@pytest.mark.parametrize("settings", [{}, {"splits": "fixed"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"chunk_capacity": 1 << 20}], ids=str)
 def test_messages_belong_to_the_dispatchers_group(settings: dict[str, Any]) -> None:
     of_ranks = run_ranks(groups_of_requests, 3, settings)
     assert all(own for _, own in of_ranks)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import assert_near, dense, expert, matrices_of, tokens_of
 from rank_processes import run_ranks
 from test_agreement import environment_of
@@ -45,7 +46,9 @@ class Experts(nn.Module):
 
 
 def style(k: int, **more) -> ExpertParallel:
-    return ExpertParallel(**{"top_k": k, "hidden": HIDDEN, "max_tokens": 9, "dtype": torch.float32, **more})
+    return ExpertParallel(
+        **with_options(**{"top_k": k, "hidden": HIDDEN, "max_tokens": 9, "dtype": torch.float32, **more})
+    )
 
 
 def passes(experts: nn.Module, t) -> dict[str, torch.Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import run_ranks
 from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import UnsupportedError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.transports.shared_memory.pool_controls import pool_memory
 
@@ -29,7 +31,9 @@ def held(rank: int) -> dict[str, int]:
     found = {}
     for save in SAVES:
         before = pool_memory().allocated
-        d = TokenDispatcher(num_experts=4, top_k=2, hidden=1024, max_tokens=512, dtype=torch.float32, save=save)
+        d = TokenDispatcher(
+            num_experts=4, top_k=2, hidden=1024, max_tokens=512, dtype=torch.float32, options=DispatchOptions(save=save)
+        )
         x = torch.randn(512, 1024, requires_grad=True)
         routed = d.dispatch(x, torch.randint(0, 4, (512, 2)), torch.rand(512, 2))
         with routed.kept():
@@ -51,7 +55,7 @@ def test_memory_that_backward_keeps():
 
 
 def test_redispatch_twice_in_flight_and_checkpointed(poisoned_memory):
-    d = VirtualTokenDispatcher(2, **settings("redispatch"))
+    d = VirtualTokenDispatcher(2, **with_options(**settings("redispatch")))
     tokens = [tokens_of(r, 5, K, E, H, torch.float32, "holes") for r in range(2)]
 
     def layer(x0, x1):
@@ -79,7 +83,7 @@ def test_redispatch_twice_in_flight_and_checkpointed(poisoned_memory):
 
 
 def test_redispatch_refuses_backward_without_combine():
-    d = VirtualTokenDispatcher(1, **settings("redispatch"))
+    d = VirtualTokenDispatcher(1, **with_options(**settings("redispatch")))
     t = tokens_of(0, 5, K, E, H, torch.float32, "uniform")
     (routed,) = d.dispatch([t.x.clone().requires_grad_()], [t.ids], [t.weights])
     with routed.kept():

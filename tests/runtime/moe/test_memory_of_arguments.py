@@ -14,6 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from shardweave import ArgumentError, TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 
 T, H, K, E, RANKS = 12, 40, 2, 4, 2
 TRANSPORTS = ("shared_memory", "process_group")
@@ -57,7 +58,13 @@ def result_of(d: TokenDispatcher, of: Callable[[torch.Tensor], torch.Tensor]) ->
 def of_ranks(rank: int) -> None:
     for transport in TRANSPORTS:
         d = TokenDispatcher(
-            num_experts=E, top_k=K, hidden=H, max_tokens=T, dtype=torch.float32, transport=transport, zero_rows=True
+            num_experts=E,
+            top_k=K,
+            hidden=H,
+            max_tokens=T,
+            dtype=torch.float32,
+            transport=transport,
+            options=DispatchOptions(zero_rows=True),
         )
         wanted = result_of(d, torch.Tensor.detach)
         for of in (pending, negated):

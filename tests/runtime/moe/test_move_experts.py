@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import Tokens, assert_near, dense, expert, matrices_of, tokens_of
 from rank_processes import run_ranks
 from torch import nn
@@ -27,7 +28,7 @@ MAPS = [
 
 def made(transport: str | None, expert_map, **more) -> TokenDispatcher:
     sizes = {"num_experts": EXPERTS, "top_k": K, "hidden": HIDDEN, "max_tokens": 9, "dtype": torch.float32}
-    return TokenDispatcher(transport=transport, expert_map=expert_map, **sizes, **more)
+    return TokenDispatcher(**with_options(transport=transport, expert_map=expert_map, **sizes, **more))
 
 
 def tokens(seed: int) -> list[Tokens]:

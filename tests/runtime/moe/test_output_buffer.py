@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from rank_processes import interpreted, run_ranks
 from test_processes import SETTINGS, given, leaf, raw
 from test_symmetric import transport_of
@@ -55,7 +56,7 @@ def layer(d: Any, rank: int, i: int, write: str | None) -> list[bytes]:
 
 def lent(rank: int, transport: str, settings: dict[str, Any]) -> int:
     """Results equal those of experts without lent memory; returns the number of copies."""
-    d = shardweave.TokenDispatcher(**{**SETTINGS, **settings}, transport=transport)
+    d = shardweave.TokenDispatcher(**with_options(**{**SETTINGS, **settings}, transport=transport))
     for i in range(4):
         want = layer(d, rank, i, None)
         for write in ("function", "copy_"):
@@ -78,7 +79,7 @@ def test_interpreted_kernels_read_lent_buffers() -> None:
 @torch.no_grad()
 def misused(rank: int) -> None:
     """What is not the lent tensor itself is copied; a lent buffer is lent again only when peers have read it."""
-    d = shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 3}, transport="symmetric_memory")
+    d = shardweave.TokenDispatcher(**with_options(**{**SETTINGS, "pooled_buffers": 3}, transport="symmetric_memory"))
     t = given(rank, 1)
     routed = d.dispatch(t.x, t.ids, t.weights)
     want = d.combine(routed.x * 2, routed)
@@ -112,7 +113,8 @@ def test_misuse_of_lent_buffers_costs_copies() -> None:
 def layers(rank: int) -> None:
     """Two buffers are enough for any number of layers: one for rows, one for what experts write."""
     dispatchers = [
-        shardweave.TokenDispatcher(**{**SETTINGS, "pooled_buffers": 2}, transport="symmetric_memory") for _ in range(4)
+        shardweave.TokenDispatcher(**with_options(**{**SETTINGS, "pooled_buffers": 2}, transport="symmetric_memory"))
+        for _ in range(4)
     ]
     t = given(rank, 1)
     for _ in range(2):
@@ -145,7 +147,7 @@ class Experts(nn.Module):
 def styled(rank: int, transport: str) -> None:
     mesh, experts = init_device_mesh("cpu", (3,)), Experts()
     settings = {name: value for name, value in SETTINGS.items() if name != "num_experts"}
-    style = shardweave.ExpertParallel(**{**settings, "pooled_buffers": 2}, transport=transport)
+    style = shardweave.ExpertParallel(**with_options(**{**settings, "pooled_buffers": 2}, transport=transport))
     parallelize_module(nn.ModuleDict({"experts": experts}), mesh, {"experts": style})
     t = given(rank, 2)
     want = experts(t.x, t.ids, t.weights)  # gradients are recorded: nothing is lent

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from rank_processes import interpreted, run_ranks
 from test_processes import poisoned as poison_shared_memory
 from torch.utils import _pytree
@@ -19,6 +20,7 @@ from shardweave.kernels import QUANTIZATIONS
 from shardweave.kernels.tokens.quantize_rows import quantize_rows_reference
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.statistics import stats
 
@@ -32,9 +34,9 @@ ALL = [
     (torch.float16, 17), (torch.float4_e2m1fn_x2, 9),
 ]  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
-    "pushed": {}, "exact chunks": {"one_sided": False}, "fixed chunks": {"one_sided": False, "splits": "fixed"},
+    "pushed": {}, "exact chunks": {"one_sided": False}, "fixed chunks": {"one_sided": False, "chunk_capacity": 1 << 20},
     "two levels": {"one_sided": False, "two_level": True},
-    "two levels fixed": {"one_sided": False, "two_level": True, "splits": "fixed"},
+    "two levels fixed": {"one_sided": False, "two_level": True, "chunk_capacity": 1 << 20},
 }  # fmt: skip
 
 
@@ -200,9 +202,18 @@ def check_virtual(
     size = len(counts)
     nodes = {"nodes": [r // 2 for r in range(size)]} if KINDS[kind].get("two_level") else {}
     d = VirtualTokenDispatcher(
-        size, num_experts=experts, top_k=k, hidden=H, max_tokens=max(counts), payloads=payloads, **settings,
-        **KINDS[kind], **nodes,
-    )  # fmt: skip
+        size,
+        **with_options(
+            num_experts=experts,
+            top_k=k,
+            hidden=H,
+            max_tokens=max(counts),
+            payloads=payloads,
+            **settings,
+            **KINDS[kind],
+            **nodes,
+        ),
+    )
     given = [random_bytes(n, payloads, seed + r) for r, n in enumerate(counts)]
     ids = [ids_of(n, k, experts, seed + r) for r, n in enumerate(counts)]
     weights = [torch.rand(n, k, generator=torch.Generator().manual_seed(r)) for r, n in enumerate(counts)]
@@ -233,7 +244,14 @@ def test_payloads_of_odd_memory() -> None:
              torch.randn(5, 7, dtype=torch.complex128)[:, 3]]  # fmt: skip
     assert given[0].is_conj() and given[4].is_neg()
     for n in (5, 1):
-        d = VirtualTokenDispatcher(1, num_experts=1, top_k=1, hidden=2, max_tokens=5, payloads=[*many, (wide.dtype, 6)])
+        d = VirtualTokenDispatcher(
+            1,
+            num_experts=1,
+            top_k=1,
+            hidden=2,
+            max_tokens=5,
+            options=DispatchOptions(payloads=[*many, (wide.dtype, 6)]),
+        )
         payloads = [p[:n] for p in given] + [wide.expand(n, 6)]
         (r,) = d.dispatch([payloads], [torch.zeros(n, 1, dtype=torch.int64)], [torch.ones(n, 1)])
         for got, want in zip(r.payloads, payloads, strict=True):
@@ -273,7 +291,7 @@ def forwarded(rank: int, transport: str, settings: dict[str, Any], rounds: int =
     poison_shared_memory()
     size, experts_of = 3, [[0, 1], [2, 3], [4]]
     payloads = settings.pop("payloads")
-    d = TokenDispatcher(**SETTINGS, payloads=payloads, transport=transport, **settings)
+    d = TokenDispatcher(**with_options(**SETTINGS, payloads=payloads, transport=transport, **settings))
     held = []
     for i in range(rounds):
         counts = [(5 * r + 3 * i) % 13 for r in range(size)]
@@ -351,7 +369,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 def quantized_rounds(rank: int, transport: str | None, how: str) -> list[bytes]:
-    d = TokenDispatcher(**SETTINGS, **HOW[how], transport=transport)
+    d = TokenDispatcher(**with_options(**SETTINGS, **HOW[how], transport=transport))
     return results_of(*one_round(d, [rank]))
 
 
@@ -386,7 +404,7 @@ def results_of(xs: Any, ids: Any, ws: Any, routed: Any, rows: Any, ys: Any) -> l
 def test_quantized_rows_equal_reference(quantize: str, kind: str) -> None:
     """Elements and scales are those of the definition; gradients are those of rows that were not quantized."""
     nodes = {"nodes": [0, 1, 1]} if KINDS[kind].get("two_level") else {}
-    d = VirtualTokenDispatcher(3, **SETTINGS, **HOW[quantize], **KINDS[kind], **nodes)
+    d = VirtualTokenDispatcher(3, **with_options(**SETTINGS, **HOW[quantize], **KINDS[kind], **nodes))
     xs, ids, ws, routed, rows, ys = one_round(d, range(3))
     how = QUANTIZATIONS[quantize.split(",")[0]]
     pairs = [quantize_rows_reference(x.detach(), how) for x in xs]
@@ -401,7 +419,7 @@ def test_quantized_rows_equal_reference(quantize: str, kind: str) -> None:
                 q, s = (t[row[1]].float() for t in given[row[0]])
                 s = s if how.group is None else s.repeat_interleave(how.group)[:H]
                 assert torch.equal(values[place], (q * s).bfloat16())
-    plain = VirtualTokenDispatcher(3, **SETTINGS, **KINDS[kind], **nodes, layout=d.config.layout)
+    plain = VirtualTokenDispatcher(3, **with_options(**SETTINGS, **KINDS[kind], **nodes, layout=d.config.layout))
     again = [x.detach().clone().requires_grad_() for x in xs]
     of_plain = plain.dispatch(again, ids, [w.detach() for w in ws])
     experts = [(torch.arange(r.weights.numel()) % 7 + 1.0).bfloat16().view(*r.weights.shape, 1) for r in of_plain]
@@ -415,7 +433,7 @@ def test_quantized_rows_equal_reference(quantize: str, kind: str) -> None:
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hierarchical", "symmetric_memory"])
 def test_quantized_among_processes(transport: str) -> None:
     for quantize in ("fp8_row" if transport == "shared_memory" else "fp8_128", "mxfp8, blocked"):
-        d = VirtualTokenDispatcher(3, **SETTINGS, **HOW[quantize])
+        d = VirtualTokenDispatcher(3, **with_options(**SETTINGS, **HOW[quantize]))
         want = one_round(d, range(3))
         got = run_ranks(quantized_rounds, 3, transport, quantize)
         for rank in range(3):
@@ -426,14 +444,14 @@ def test_quantized_among_processes(transport: str) -> None:
 @pytest.mark.multi
 def test_quantized_by_interpreted_kernels() -> None:
     names = ("fp8_row", "fp8_128", "mxfp8, blocked")
-    d = [VirtualTokenDispatcher(3, **SETTINGS, **HOW[how]) for how in names]
+    d = [VirtualTokenDispatcher(3, **with_options(**SETTINGS, **HOW[how])) for how in names]
     want = [results_of(*[part[1:2] for part in one_round(of, range(3))]) for of in d]
     code = f"[t.run_ranks(t.quantized_rounds, 3, 'symmetric_memory', q)[1] for q in {names}]"
     assert interpreted("test_payloads", code) == repr(want)
 
 
 def virtual(**settings: Any) -> VirtualTokenDispatcher:
-    return VirtualTokenDispatcher(2, **{**SETTINGS, **settings})
+    return VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, **settings}))
 
 
 def given(payloads: Any = FP8) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]:
@@ -527,9 +545,16 @@ def test_layouts_that_scaled_grouped_mm_takes(quantize: str) -> None:
     """By the checks of torch's own meta function."""
     k, n, experts = 64, 48, 3
     d = VirtualTokenDispatcher(
-        1, num_experts=experts, top_k=2, hidden=k, max_tokens=8, align=32 if "blocked" in quantize else 16,
-        **HOW[quantize],
-    )  # fmt: skip
+        1,
+        **with_options(
+            num_experts=experts,
+            top_k=2,
+            hidden=k,
+            max_tokens=8,
+            align=32 if "blocked" in quantize else 16,
+            **HOW[quantize],
+        ),
+    )
     (r,) = d.dispatch([torch.randn(8, k).bfloat16()], [ids_of(8, 2, experts, 0)], [torch.ones(8, 2)])
 
     def meta(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import matrices_of, run_experts, tokens_of
 from rank_processes import end_ranks, run_ranks
 from test_processes import SETTINGS, E, H, K, given, leaf, poisoned, raw, virtual_rounds
@@ -28,7 +29,7 @@ ROUNDS = 3
 
 def phased_rounds(rank: int, transport: str | None, **more: Any) -> list[bytes]:
     """`test_processes.rounds_of` with the rounds in flight together: a dispatch in inference mode, then others."""
-    d = TokenDispatcher(**SETTINGS, **more, transport=transport)
+    d = TokenDispatcher(**with_options(**SETTINGS, **more, transport=transport))
     low, high = d.config.bounds[rank : rank + 2]
     with torch.inference_mode():
         t = given(rank, 0)
@@ -84,7 +85,7 @@ def on_each_level(rank: int) -> list[list[bytes]]:
     poisoned()
     transports = ("hierarchical", False), ("hierarchical", True), ("process_group", True)
     found = [phased_rounds(rank, transport, two_level=two_level) for transport, two_level in transports]
-    return [*found, phased_rounds(rank, "symmetric_memory", two_level=True, splits="fixed")]
+    return [*found, phased_rounds(rank, "symmetric_memory", two_level=True, chunk_capacity=1 << 20)]
 
 
 @pytest.mark.multi
@@ -97,7 +98,7 @@ def test_phases_between_nodes():
 
 
 def test_phases_are_not_for_graphs_of_torch_compile(monkeypatch):
-    d = VirtualTokenDispatcher(1, **SETTINGS)
+    d = VirtualTokenDispatcher(1, **with_options(**SETTINGS))
     t = tokens_of(0, 4, K, E, H, torch.bfloat16, "holes")
     routed = d.dispatch([t.x], [t.ids], [t.weights])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -108,7 +109,7 @@ def test_phases_are_not_for_graphs_of_torch_compile(monkeypatch):
 
 
 def test_finish_on_several_threads():
-    d = VirtualTokenDispatcher(1, **SETTINGS)
+    d = VirtualTokenDispatcher(1, **with_options(**SETTINGS))
     t = tokens_of(0, 4, K, E, H, torch.bfloat16, "holes")
     started = d.dispatch_start([t.x], [t.ids], [t.weights])
     results = in_threads(*[started.finish] * 4)
@@ -117,7 +118,7 @@ def test_finish_on_several_threads():
 
 def small(transport: str, **more: Any) -> TokenDispatcher:
     settings = {"num_experts": 4, "top_k": 1, "hidden": 8, "max_tokens": 4, "dtype": torch.float32}
-    return TokenDispatcher(**(settings | more), transport=transport)
+    return TokenDispatcher(**with_options(**settings | more, transport=transport))
 
 
 def of_value(value: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

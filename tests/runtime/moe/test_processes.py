@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import matrices_of, run_experts, tokens_of
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardweave.errors import CapacityError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.transports.shared_memory.pool_controls import pool_memory
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport
@@ -56,7 +58,7 @@ def poisoned() -> None:
 def rounds_of(rank: int, transport: str | None, device: str = "cpu", rounds: int = ROUNDS, **more: Any) -> list[bytes]:
     """Return a rank's results and gradients, after a first dispatch in inference mode."""
     with torch.inference_mode():
-        dispatcher = TokenDispatcher(**SETTINGS, **more, device=device, transport=transport)
+        dispatcher = TokenDispatcher(**with_options(**SETTINGS, **more, device=device, transport=transport))
     low, high = dispatcher.config.bounds[rank : rank + 2]
     with torch.inference_mode():
         t = to(given(rank, 0), device)
@@ -79,7 +81,7 @@ def virtual_rounds(
     size: int, rounds: int = ROUNDS, device: str = "cpu", nodes: Sequence[int] | None = None
 ) -> list[list[bytes]]:
     """Return the results and gradients of all virtual ranks; with `nodes` on one level."""
-    d = VirtualTokenDispatcher(size, **SETTINGS, device=device, one_sided=nodes is None, nodes=nodes)
+    d = VirtualTokenDispatcher(size, **with_options(**SETTINGS, device=device, one_sided=nodes is None, nodes=nodes))
     collected: list[list[bytes]] = [[] for _ in range(size)]
     for i in (None, *range(rounds)):
         tokens = [to(given(rank, i or 0), device) for rank in range(size)]
@@ -101,7 +103,7 @@ def virtual_rounds(
 def beside_another_group(rank: int, transport: str) -> bytes:
     """Four ranks in two interleaved groups of two, which dispatch concurrently."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
-    d = TokenDispatcher(mesh["ep"], **SETTINGS, transport=transport)
+    d = TokenDispatcher(mesh["ep"], **with_options(**SETTINGS, transport=transport))
     t = tokens_of(rank // 2, 7, K, E, H, torch.bfloat16, "zipf", rank % 2)
     routed = d.dispatch(t.x, t.ids, t.weights)
     return raw(d.combine(routed.x, routed))
@@ -110,7 +112,7 @@ def beside_another_group(rank: int, transport: str) -> bytes:
 def virtual_twos() -> list[bytes]:
     ys = []
     for dp in (0, 1):
-        d = VirtualTokenDispatcher(2, **SETTINGS)
+        d = VirtualTokenDispatcher(2, **with_options(**SETTINGS))
         tokens = [tokens_of(r, 7, K, E, H, torch.bfloat16, "zipf", dp) for r in range(2)]
         routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
         ys.append([raw(y) for y in d.combine([r.x for r in routed], routed)])
@@ -129,8 +131,14 @@ def more_ranks_than_experts(transport: str) -> list:
 
 def lost_on_one(rank: int, transport: str) -> str:
     d = TokenDispatcher(
-        num_experts=4, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32, capacity=2, transport=transport
-    )  # fmt: skip
+        num_experts=4,
+        top_k=1,
+        hidden=8,
+        max_tokens=4,
+        dtype=torch.float32,
+        transport=transport,
+        options=DispatchOptions(capacity=2),
+    )
     d.dispatch(torch.zeros(4, 8), torch.full((4, 1), 0 if rank == 1 else -1), torch.ones(4, 1))
     with pytest.raises(CapacityError) as raised:
         d.check()

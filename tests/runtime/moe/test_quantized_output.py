@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from rank_processes import interpreted, run_ranks
 from test_payloads import KINDS, SETTINGS, H, ids_of, raw
 from test_processes import poisoned as poison_shared_memory
@@ -48,8 +49,10 @@ def test_quantized_output_is_near_float64(quantize: str, dtype: torch.dtype) -> 
     """The error of an element is at most half a unit in the last of its four bits, or half the least subnormal of its
     scale, times its weight, and the roundings of sums; gradients are those without quantization."""
     settings = {**SETTINGS, "dtype": dtype}
-    xs, ids, ws, ys = one_round(VirtualTokenDispatcher(SIZE, **settings, quantize_output=quantize), range(SIZE))
-    plain = one_round(VirtualTokenDispatcher(SIZE, **settings), range(SIZE))
+    xs, ids, ws, ys = one_round(
+        VirtualTokenDispatcher(SIZE, **with_options(**settings, quantize_output=quantize)), range(SIZE)
+    )
+    plain = one_round(VirtualTokenDispatcher(SIZE, **with_options(**settings)), range(SIZE))
     largest = 0.0
     for x, i, w, y, y_plain in zip(xs, ids, ws, ys, plain[3], strict=True):
         rows = (x.detach() * 3).to(dtype)
@@ -76,21 +79,21 @@ def test_transfers_combine_equal_rows(quantize: str) -> None:
     for kind, given in KINDS.items():
         for more in ({}, {"layout": "batched"}, {"align": 8, "save": "copy"}):
             nodes = {"nodes": [0] * SIZE, **given} if given.get("two_level") else given
-            d = VirtualTokenDispatcher(SIZE, **{**SETTINGS, **more}, quantize_output=quantize, **nodes)
+            d = VirtualTokenDispatcher(SIZE, **with_options(**{**SETTINGS, **more}, quantize_output=quantize, **nodes))
             found.append((kind, results_of(*one_round(d, range(SIZE)))))
     assert all(results == found[0][1] for _, results in found), [kind for kind, r in found if r != found[0][1]]
 
 
 def rounds_of(rank: int, transport: str, quantize: str, more: dict[str, Any]) -> list[bytes]:
     poison_shared_memory()
-    d = TokenDispatcher(**SETTINGS, quantize_output=quantize, transport=transport, **more)
+    d = TokenDispatcher(**with_options(**SETTINGS, quantize_output=quantize, transport=transport, **more))
     first = results_of(*one_round(d, [rank]))
     assert results_of(*one_round(d, [rank])) == first
     return first
 
 
 def wanted(quantize: str, **more: Any) -> list[list[bytes]]:
-    d = VirtualTokenDispatcher(SIZE, **SETTINGS, quantize_output=quantize, **more)
+    d = VirtualTokenDispatcher(SIZE, **with_options(**SETTINGS, quantize_output=quantize, **more))
     of_all = one_round(d, range(SIZE))
     return [results_of(*[part[rank : rank + 1] for part in of_all]) for rank in range(SIZE)]
 
@@ -119,4 +122,4 @@ def test_quantized_output_on_two_levels() -> None:
 
 def test_quantize_output_refuses_other_names() -> None:
     with pytest.raises(ArgumentError, match="quantize_output: 'fp4'; allowed: 'fp8_row', 'fp8_128', 'mxfp8', None"):
-        VirtualTokenDispatcher(1, **SETTINGS, quantize_output="fp4")
+        VirtualTokenDispatcher(1, **with_options(**SETTINGS, quantize_output="fp4"))

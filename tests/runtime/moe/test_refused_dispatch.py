@@ -7,21 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from rank_processes import run_ranks
 
 from shardweave.errors import ArgumentError, CapacityError, DisagreementError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 
 E, K, H, MOST = 6, 2, 8, 16
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "shared memory": (3, "shared_memory", {}),
     "exact sizes": (3, "process_group", {"capacity": 2 * MOST * K, "overflow": "drop"}),
-    "fixed sizes": (3, "process_group", {"splits": "fixed"}),
+    "fixed sizes": (3, "process_group", {"chunk_capacity": 1 << 20}),
     "one level": (4, "hierarchical", {"two_level": False}),
     "two levels": (4, "hierarchical", {"two_level": True}),
     "two levels, dropping": (3, "hierarchical", {"two_level": True, "capacity": 200, "overflow": "drop"}),
     "two levels, exact sizes": (4, "process_group", {"two_level": True}),
-    "two levels, fixed sizes": (4, "process_group", {"two_level": True, "splits": "fixed"}),
+    "two levels, fixed sizes": (4, "process_group", {"two_level": True, "chunk_capacity": 1 << 20}),
 }
 
 
@@ -48,7 +50,7 @@ def outcome(d: TokenDispatcher, given: tuple[torch.Tensor, ...], in_phases: bool
 def one_refuses(rank: int, transport: str, options: dict[str, Any]) -> None:
     settings = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": MOST, "dtype": torch.float32, **options}
     hidden = settings["hidden"]
-    first, second = (TokenDispatcher(None, **settings, transport=transport) for _ in range(2))
+    first, second = (TokenDispatcher(None, **with_options(**settings, transport=transport)) for _ in range(2))
     # The first call of all, calls one after another, in two phases, and by several ranks.
     for call, refusing in enumerate([(1,), (), (0,), (1,), (), (), (1,), (0, 1), ()]):
         d, in_phases = (second if call == 5 else first), call in (3, 4, 6)
@@ -80,7 +82,14 @@ def test_next_dispatch_works_on_all_ranks(case: str) -> None:
 def overflow_and_refusal(rank: int, transport: str) -> list[str]:
     """The third dispatch is to raise the overflow of the first on all ranks: also on the one that refuses it."""
     d = TokenDispatcher(
-        None, num_experts=4, top_k=K, hidden=H, max_tokens=MOST, dtype=torch.float32, capacity=4, transport=transport
+        None,
+        num_experts=4,
+        top_k=K,
+        hidden=H,
+        max_tokens=MOST,
+        dtype=torch.float32,
+        transport=transport,
+        options=DispatchOptions(capacity=4),
     )
     outcomes = []
     for call in range(5):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from rank_processes import run_ranks
 from test_payloads import ids_of, random_bytes, raw, to_blocked
 
@@ -35,7 +36,7 @@ def test_blocks_behind_the_last_group_are_poisoned(monkeypatch: pytest.MonkeyPat
     """With bytes of ones, as unused rows."""
     monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", "1")
     settings: dict[str, Any] = {"num_experts": E, "top_k": K, "hidden": 40, "max_tokens": 200, "quantize": "mxfp8"}
-    blocked = VirtualTokenDispatcher(SIZE, **settings, zero_rows=False, scale_layout="blocked")
+    blocked = VirtualTokenDispatcher(SIZE, **with_options(**settings, zero_rows=False, scale_layout="blocked"))
     for r in blocked.dispatch(*tokens_of([200, 0, 5], 40, None)):
         sizes = r.offsets.diff(prepend=r.offsets.new_zeros(1))
         rest = r.scale.view(torch.uint8)[int((-(-sizes // BLOCK_ROWS) * BLOCK_ROWS).sum()) :]
@@ -45,8 +46,18 @@ def test_blocks_behind_the_last_group_are_poisoned(monkeypatch: pytest.MonkeyPat
 def compiled_rounds(rank: int) -> None:
     """Under torch.compile, equal to eager results."""
     for more in ({"align": 8}, {"layout": "batched"}):
-        d = TokenDispatcher(num_experts=E, top_k=K, hidden=16, max_tokens=60, transport="shared_memory",
-                            payloads=NVFP4, scale_layout="blocked", **more)  # fmt: skip
+        d = TokenDispatcher(
+            **with_options(
+                num_experts=E,
+                top_k=K,
+                hidden=16,
+                max_tokens=60,
+                transport="shared_memory",
+                payloads=NVFP4,
+                scale_layout="blocked",
+                **more,
+            )
+        )
         xs, ids, weights = (of[rank] for of in tokens_of([60, 41], 16, NVFP4))
 
         def layer(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -91,7 +102,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("settings, message", REFUSED)
 def test_refused_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        VirtualTokenDispatcher(2, **SETTINGS, **settings)
+        VirtualTokenDispatcher(2, **with_options(**SETTINGS, **settings))
 
 
 def mxfp8_weights(experts: int, out: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +125,8 @@ def dispatched(hidden: int, align: int, device: str = "cpu") -> tuple[Any, Any]:
     x = torch.randn(200, hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
     given = [[t.to(device)] for t in (x, ids, torch.ones(200, 2))]
     blocked, plain = (
-        VirtualTokenDispatcher(1, **settings, scale_layout=s).dispatch(*given)[0] for s in ("blocked", None)
+        VirtualTokenDispatcher(1, **with_options(**settings, scale_layout=s)).dispatch(*given)[0]
+        for s in ("blocked", None)
     )
     return blocked, plain
 

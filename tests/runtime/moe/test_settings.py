@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import typing
@@ -14,11 +13,11 @@ from moe_reference import tokens_of
 
 import shardweave
 from shardweave.errors import ArgumentError
-from shardweave.runtime.moe import config as config_module
+from shardweave.runtime.moe import options as options_module
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
 
 
 def one(**given) -> DispatchConfig:
@@ -40,15 +39,11 @@ def one(**given) -> DispatchConfig:
         ({"dtype": "bf16"}, "dtype: 'bf16'; allowed: torch.float32, torch.bfloat16, torch.float16"),
         ({"overflow": "ignore"}, "overflow: 'ignore'; allowed: 'raise', 'drop'"),
         ({"layout": "ragged"}, "layout: 'ragged'"),
-        ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'fixed'"),
-        ({"splits": "host", "chunk_capacity": 3}, "chunk_capacity: 3 with splits='host'; allowed: None"),
         ({"two_level": 1}, "two_level: 1; allowed: True, False, None"),
         ({"dedupe": "rank"}, "dedupe: 'rank'; allowed: True, False, None"),
         ({"nodes": [0, 1, 1]}, "nodes: of 3 ranks; allowed: one for each of 2"),
         ({"save": "all"}, "save: 'all'; allowed: 'buffer', 'redispatch', 'copy'"),
         ({"pooled_buffers": -1}, "pooled_buffers: -1; allowed: a whole number, 0 to 1024"),
-        ({"num_sms": 0}, "num_sms: 0; allowed: a whole number, 1 to 1024"),
-        ({"num_sms": 2.0}, "num_sms: 2.0; allowed: a whole number"),
         ({"capacity": -1}, "capacity: -1"),
         ({"capacity": float("inf")}, "capacity: inf"),
         ({"layout": "batched", "capacity": 3}, "capacity: 3; allowed with layout='batched': None"),
@@ -86,7 +81,6 @@ def test_config_rows_and_fingerprints():
     assert one(capacity=1.25).rows == 10
     assert one(expert_capacity=3, align=4).rows == 8
     assert one().fingerprint(1) != one(save="copy").fingerprint(1) and one().fingerprint(1) != one().fingerprint(2)
-    assert one(num_sms=3) == one() and one(num_sms=3).fingerprint(1) == one().fingerprint(1)
     assert one().fingerprint(1) != one(align=8).fingerprint(1) and one().fingerprint(1) == one().fingerprint(1)
 
 
@@ -185,7 +179,14 @@ def test_config_accepts_numpy_integers():
 
 def test_explain_states_chunks():
     d = VirtualTokenDispatcher(
-        2, num_experts=5, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, capacity=10, align=4, one_sided=False
+        2,
+        num_experts=5,
+        top_k=2,
+        hidden=8,
+        max_tokens=4,
+        dtype=torch.float32,
+        one_sided=False,
+        options=DispatchOptions(capacity=10, align=4),
     )
     text = d.explain()
     assert "one chunk of exact size" in text and "expert output that peers read" not in text
@@ -196,7 +197,13 @@ def test_explain_states_chunks():
 
 def test_explain_states_memory():
     d = VirtualTokenDispatcher(
-        2, num_experts=5, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, capacity=10, align=4
+        2,
+        num_experts=5,
+        top_k=2,
+        hidden=8,
+        max_tokens=4,
+        dtype=torch.float32,
+        options=DispatchOptions(capacity=10, align=4),
     )
     text = d.explain()
     assert "5 experts as 5 physical experts, 2 to 3 per rank" in text and "12 rows per rank" in text
@@ -207,27 +214,40 @@ def test_explain_states_memory():
 
 
 @pytest.mark.plan
-def test_settings_are_declared_alike() -> None:
-    """The types for checkers, and torchtitan's config, follow DispatchConfig."""
-    others = ("ranks", "nodes", "active_ranks")
-    settings = {f.name: f for f in dataclasses.fields(DispatchConfig) if f.init and f.name not in others}
-    tree = ast.parse(inspect.getsource(config_module))
-    (declared,) = [node for node in ast.walk(tree) if getattr(node, "name", "") == "DispatchSettings"]
-    types = {node.target.id: ast.unparse(node.annotation) for node in declared.body if isinstance(node, ast.AnnAssign)}
-    assert types == {name: f.type for name, f in settings.items()}
-    for f in dataclasses.fields(TorchtitanDispatcher.Config):
-        if f.name in settings and f.name != "dtype":
-            assert (f.type, f.default) == (settings[f.name].type, settings[f.name].default), f.name
+def test_chunks_have_room_for_all_rows_at_most() -> None:
+    assert one(chunk_capacity=3).chunk_rows == 3 and one(chunk_capacity=0.5).chunk_rows == 2
+    assert one(chunk_capacity=9) == one(chunk_capacity=8) and one().chunk_rows is None
+
+
+@pytest.mark.plan
+def test_dispatchers_take_the_same_settings() -> None:
     parameters = inspect.signature(TokenDispatcher).parameters
-    assert {name: p.default for name, p in parameters.items() if name in settings} == {
-        name: p.default for name, p in inspect.signature(DispatchConfig).parameters.items() if name in settings
-    }
+    virtual = inspect.signature(VirtualTokenDispatcher).parameters
+    for name in ("num_experts", "top_k", "hidden", "max_tokens", "dtype", "options", "device"):
+        assert parameters[name] == virtual[name], name
+    assert parameters["options"].default == DispatchOptions()
+    assert DispatchOptions(capacity=3) != DispatchOptions(capacity=4)
+    assert repr(DispatchOptions(capacity=3, save="copy")) == "DispatchOptions(capacity=3, save='copy')"
+
+
+def test_options_are_validated_by_the_dispatcher() -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden": 8, "max_tokens": 4, "dtype": torch.float32}
+    for options, text in (
+        (DispatchOptions(save="all"), "save: 'all'; allowed: 'buffer', 'redispatch', 'copy'"),
+        ({"align": 2}, "options: {'align': 2}; allowed: a DispatchOptions"),
+        (None, "options: None; allowed: a DispatchOptions"),
+        (one(), "options: DispatchConfig.*; allowed: a DispatchOptions"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            VirtualTokenDispatcher(2, **sizes, options=options)
+    with pytest.raises(TypeError, match="capasity"):
+        DispatchOptions(capasity=2)
 
 
 @pytest.mark.plan
 def test_config_is_stable_under_replace() -> None:
     for given in ({"align": 8}, {"capacity": 1.25, "align": 4}, {"layout": "batched", "expert_capacity": 3, "align": 4},
-                  {"splits": "fixed"}, {"nodes": ["b", "a"], "two_level": True},
+                  {"chunk_capacity": 9}, {"nodes": ["b", "a"], "two_level": True},
                   {"chunk_capacity": 0.5}, {"expert_map": [[1, 0], [3, 2, 1]]}):  # fmt: skip
         config = one(**given)
         assert dataclasses.replace(config) == config
@@ -240,7 +260,6 @@ NAMED = {
     "overflow": ("raise", "drop"),
     "layout": ("grouped", "batched"),
     "save": ("buffer", "redispatch", "copy"),
-    "splits": ("host", "fixed"),
     "quantize": ("fp8_row", "fp8_128", "mxfp8"),
     "quantize_output": ("fp8_row", "fp8_128", "mxfp8"),
     "scale_layout": ("blocked",),
@@ -258,10 +277,7 @@ def names_in(hint: object) -> tuple[str, ...]:
 def test_options_with_names_are_literals() -> None:
     """Type checkers know the names that a function takes."""
     public = [getattr(shardweave, name) for name in shardweave.__all__ if name != "TorchtitanDispatcher"]
-    hints = [
-        (name, hint, vars(config_module))
-        for name, hint in ((field.name, field.type) for field in dataclasses.fields(DispatchConfig))
-    ]
+    hints = [(field.name, field.type, vars(options_module)) for field in dataclasses.fields(DispatchOptions)]
     for one_of in public:
         if callable(one_of) and not dataclasses.is_dataclass(one_of):
             function = inspect.unwrap(one_of.__init__ if inspect.isclass(one_of) else one_of)
@@ -271,6 +287,6 @@ def test_options_with_names_are_literals() -> None:
     assert len(found["transport"]) > 5
     for name, allowed in NAMED.items():
         assert found[name] and set(found[name]) == {allowed}, name
-        if name in {field.name for field in dataclasses.fields(DispatchConfig)}:
+        if name in {field.name for field in dataclasses.fields(DispatchOptions)}:
             with pytest.raises(ArgumentError, match=f"^{name}: 'other'.*'{allowed[-1]}'"):
                 one(**{name: "other"})

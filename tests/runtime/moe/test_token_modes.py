@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor.debug import CommDebugMode
@@ -64,7 +65,9 @@ class Case:
 
     def made(self) -> VirtualTokenDispatcher:
         sizes = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": max(self.counts) + 1}
-        return VirtualTokenDispatcher(len(self.counts), **{"dtype": torch.float32, **sizes, **self.settings})
+        return VirtualTokenDispatcher(
+            len(self.counts), **with_options(**{"dtype": torch.float32, **sizes, **self.settings})
+        )
 
     @property
     def ranks(self) -> int:
@@ -114,7 +117,7 @@ class Case:
 SETTINGS: dict[str, dict[str, Any]] = {
     "one-sided": {},
     "messages": {"one_sided": False},
-    "fixed messages": {"one_sided": False, "splits": "fixed"},
+    "fixed messages": {"one_sided": False, "chunk_capacity": 1 << 20},
     "two levels": {"one_sided": False, "nodes": [0, 1, 1], "two_level": True},
     "batched": {"layout": "batched", "expert_capacity": 7},
     "copied": {"save": "copy", "zero_rows": True},

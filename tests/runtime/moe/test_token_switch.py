@@ -141,46 +141,40 @@ def case(rank: int, switch, layout: str, experts: int, rows: int, routing: str, 
     assert_near(torch.zeros_like(own) if own.grad is None else own.grad, want_own, dtype, "matrices")
 
 
-def cases(rank: int, transport: str, more: dict[str, str]) -> None:
+def cases(rank: int, transport: str) -> None:
     poisoned()
     size = dist.get_world_size()
     for experts in (5, 2):  # uneven; on four ranks two have none
         for layout in LAYOUTS:
             rows = most_rows(layout, size)
-            switch = switch_of(experts, rows, transport=transport, **more)
+            switch = switch_of(experts, rows, transport=transport)
             for seed, routing in enumerate(("holes", "zipf", "hot", "none", "uniform")):
                 case(rank, switch, layout, experts, rows, routing, DTYPES[seed % 3], seed)
             switch.check()
     for layout in LAYOUTS:
         for rows in (5, 0):
-            small = switch_of(5, rows, transport=transport, overflow="drop", **more)
+            small = switch_of(5, rows, transport=transport, overflow="drop")
             case(rank, small, layout, 5, rows, "holes", torch.float32, 6)
             case(rank, small, layout, 5, rows, "hot", torch.float32, 7)
 
 
-ALGORITHMS = [
-    ("shared_memory", {}),
-    ("process_group", {}),
-    ("process_group", {"splits": "fixed"}),
-    ("symmetric_memory", {}),
-    ("hierarchical", {}),
-]
+TRANSPORTS = ["shared_memory", "process_group", "symmetric_memory", "hierarchical"]
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 @needs_token_switch
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    "size, transport, more",
+    "size, transport",
     [
-        *[(4, *algorithm) for algorithm in ALGORITHMS[:4]],
-        pytest.param(4, *ALGORITHMS[4], marks=pytest.mark.long),
-        (2, *ALGORITHMS[0]),
-        (1, *ALGORITHMS[0]),
+        *[(4, transport) for transport in TRANSPORTS[:3]],
+        pytest.param(4, TRANSPORTS[3], marks=pytest.mark.long),
+        (2, TRANSPORTS[0]),
+        (1, TRANSPORTS[0]),
     ],
 )
-def test_layer_equals_the_dense_one(size, transport, more):
-    run_ranks(cases, size, transport, more)
+def test_layer_equals_the_dense_one(size, transport):
+    run_ranks(cases, size, transport)
 
 
 def given_of(rank: int, seed: int, experts: int = 5, hidden: int = H, dtype: torch.dtype = torch.float32) -> Tokens:
@@ -365,14 +359,12 @@ def test_groups_of_a_mesh_under_torch_compile():
     run_ranks(in_a_mesh, 4)
 
 
-def engine_rounds(rank: int, transport: str, more: dict[str, str]) -> str:
+def engine_rounds(rank: int, transport: str) -> str:
     """Return a digest of all results of the engine, which needs no torch 2.15."""
     parts = []
     for layout in LAYOUTS:
         rows, tokens, device = most_rows(layout, 2), given_of(rank, 7), torch.device("cpu")
-        engine = SwitchEngine(
-            None, 5, MOST, rows, 4 * H, overflow="drop", device=device, transport=transport, **{"splits": None, **more}
-        )  # fmt: skip
+        engine = SwitchEngine(None, 5, MOST, rows, 4 * H, overflow="drop", device=device, transport=transport)
 
         def layer() -> list[torch.Tensor | None]:
             handle, counts = engine.route(tokens.ids, layout)  # noqa: B023
@@ -398,7 +390,7 @@ def engine_rounds(rank: int, transport: str, more: dict[str, str]) -> str:
 
 def each_algorithm(rank: int) -> list[str]:
     poisoned()
-    return [engine_rounds(rank, transport, more) for transport, more in ALGORITHMS]
+    return [engine_rounds(rank, transport) for transport in TRANSPORTS]
 
 
 @pytest.mark.multi

@@ -89,7 +89,6 @@ def refusals(rank: int) -> None:
         (lambda: make(None, 5, 9, 8, 0), "max_token_bytes: 0; allowed: a whole number, 1 to"),
         (lambda: make(None, 5, 9, 8, True), "max_token_bytes: True; allowed"),
         (lambda: make(None, 5, 9, 8, 64, overflow="trap"), "overflow: 'trap'; allowed: 'raise', 'drop'"),
-        (lambda: make(None, 5, 9, 8, 64, splits="none"), "splits: 'none'; allowed"),
         (
             lambda: switch.create_routing(ids, layout="rank_major"),
             "layout: 'rank_major'; allowed: 'flat', 'expert_major'",

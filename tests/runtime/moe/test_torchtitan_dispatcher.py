@@ -84,9 +84,9 @@ def ragged_ranks(rank: int, mesh, experts: int, pad_multiple: int, more: dict):
 @pytest.mark.plan
 def test_config_holds_plain_values():
     """torchtitan prints configs (`--debug.print_config`) and writes them beside checkpoints."""
-    given = config_of(8, 2, 16, 9, device=torch.device("cpu"), capacity=1.25)
+    given = config_of(8, 2, 16, 9, device=torch.device("cpu"), options={"capacity": 1.25})
     values = json.loads(json.dumps(asdict(given)))
-    assert (values["dtype"], values["device"], values["capacity"]) == ("float32", "cpu", 1.25)
+    assert (values["dtype"], values["device"], values["options"]["capacity"]) == ("float32", "cpu", 1.25)
     assert TorchtitanDispatcher.Config(**values) == given == replace(given)
     default = TorchtitanDispatcher.Config(num_experts=8, top_k=2, hidden_dim=16, num_max_tokens_per_rank=9)
     named = replace(default, dtype=torch.bfloat16)
@@ -110,7 +110,7 @@ def test_config_holds_plain_values():
 CASES = [
     (10, 1, {}, [3, 3, 3, 1]),
     (3, 4, {"transport": "process_group"}, [1, 1, 1, 0]),
-    (8, 16, {"save": "copy", "expert_capacity": 40}, [2, 2, 2, 2]),
+    (8, 16, {"options": {"save": "copy", "expert_capacity": 40}}, [2, 2, 2, 2]),
 ]
 
 
@@ -145,9 +145,18 @@ def test_without_mesh(device):
     assert "over 1 rank, in process:" in dispatcher.dispatcher.explain()
 
 
-def test_config_refuses_redispatch():
-    with pytest.raises(ArgumentError, match='save: "redispatch"; allowed here: "buffer", "copy"'):
-        config_of(4, 1, 8, 2, save="redispatch").build().wire_meshes(ep_mesh=None)
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"save": "redispatch"}, 'save: "redispatch"; allowed here: "buffer", "copy"'),
+        ({"align": 16}, "align: 16; allowed here: 1, since torchtitan's layers take rows .* aligned to pad_multiple"),
+        ({"layout": "batched"}, "layout: 'batched'; allowed here: 'grouped'"),
+        ({"capacity": -1}, "capacity: -1; allowed: a whole number"),
+    ],
+)
+def test_config_refuses_options(options, text):
+    with pytest.raises(ArgumentError, match=text):
+        config_of(4, 1, 8, 2, options=options).build().wire_meshes(ep_mesh=None)
 
 
 def test_dispatch_before_wire_meshes_raises():

@@ -155,8 +155,8 @@ def test_override_takes_settings_of_each_dispatcher(ours: ModuleType) -> None:
     )
     sizes = {"hidden_dim": 64, "num_max_tokens_per_rank": 9, "pad_multiple": 32}
     assert registered.factory(hybrid) == replace(expected, **sizes)
-    with_capacity = registered.factory(hybrid, capacity=1.25, hidden_dim=32)
-    assert with_capacity == replace(expected, **sizes | {"capacity": 1.25, "hidden_dim": 32})
+    with_capacity = registered.factory(hybrid, options={"capacity": 1.25}, hidden_dim=32)
+    assert with_capacity == replace(expected, **sizes | {"options": {"capacity": 1.25}, "hidden_dim": 32})
     assert registered.factory(with_capacity) == with_capacity
     with pytest.raises(TypeError, match="no_setting"):
         registered.factory(hybrid, no_setting=1)
@@ -281,13 +281,13 @@ def test_override_of_the_debug_model() -> None:
     assert len(dispatchers) == len(experts) > 1
     swap_token_dispatcher(experts[0], 32)  # before overrides, as quantization does
     assert isinstance(experts[0].token_dispatcher, TorchAOTokenDispatcher.Config)
-    config.override = OverrideConfig(imports=[(OVERRIDE, {"capacity": 2.0})])
+    config.override = OverrideConfig(imports=[(OVERRIDE, {"options": {"capacity": 2.0}})])
     config.parallelism.expert_parallel_degree = 2
     config.model_spec.model.update_from_config(config=config)
     assert len(apply_overrides(config.override, config)) == len(experts)
     ours = [found for _, found, *_ in config.traverse(shardweave.TorchtitanDispatcher.Config)]
     assert [(o.num_experts, o.top_k) for o in ours] == [(d.num_experts, d.top_k) for d in dispatchers]
-    assert [(o.pad_multiple, o.capacity) for o in ours] == [(32, 2.0)] + [(1, 2.0)] * (len(ours) - 1)
+    assert [(o.pad_multiple, o.options.capacity) for o in ours] == [(32, 2.0)] + [(1, 2.0)] * (len(ours) - 1)
     assert json.dumps(
         config.to_dict()["model_spec"]["model"]["layers"][-1]["moe"]["routed_experts"]["token_dispatcher"]
     )

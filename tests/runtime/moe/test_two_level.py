@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatcher_settings import with_options
 from moe_reference import Tokens, assert_near, dense, matrices_of, tokens_of
 from rank_processes import run_ranks
 from test_dispatch import virtual_moe
@@ -27,14 +28,14 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LONG_PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "10"))
 KINDS = {
     "two levels": {"two_level": True}, "one level": {"two_level": False},
-    "fixed chunks": {"two_level": False, "splits": "fixed"},
-    "two levels in fixed chunks": {"two_level": True, "splits": "fixed"},
+    "fixed chunks": {"two_level": False, "chunk_capacity": 1 << 20},
+    "two levels in fixed chunks": {"two_level": True, "chunk_capacity": 1 << 20},
 }  # fmt: skip
 
 
 def virtual(nodes: Sequence[int], **settings: Any) -> VirtualTokenDispatcher:
     """A dispatcher of ranks on nodes."""
-    return VirtualTokenDispatcher(len(nodes), one_sided=False, nodes=nodes, **settings)
+    return VirtualTokenDispatcher(len(nodes), **with_options(one_sided=False, nodes=nodes, **settings))
 
 
 def trained(
@@ -116,10 +117,14 @@ def test_two_levels_equal_one_level_and_dense(
 
 @pytest.mark.parametrize(
     "nodes, chunk_capacity, more",
-    [([0, 0, 1, 1], 0, {}), ([0, 1, 1, 2, 2], 2, {"save": "redispatch", "capacity": 0.5}),
-     ([0, 1, 2, 0, 0], 1.5, {"save": "copy", "expert_capacity": 3}), ([0, 0, 1], 1, {"align": 4})],
+    [
+        ([0, 0, 1, 1], 0, {}),
+        ([0, 1, 1, 2, 2], 2, {"save": "redispatch", "capacity": 0.5}),
+        ([0, 1, 2, 0, 0], 1.5, {"save": "copy", "expert_capacity": 3}),
+        ([0, 0, 1], 1, {"align": 4}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_two_levels_drop_the_rows_of_one_level_in_fixed_chunks(
     nodes: list[int], chunk_capacity: int | float, more: dict[str, Any]
 ) -> None:
@@ -172,7 +177,7 @@ def test_sums_are_rounded_for_each_node() -> None:
     for nodes, want in ((None, 258.0), ([0, 0, 1, 1], 256.0), ([0, 1, 1, 0], 258.0), ([0, 1, 2, 2], 258.0)):
         for two_level in (False, True):
             settings = settings_of(4, 3, 1, 1, torch.bfloat16, two_level=two_level)
-            d = VirtualTokenDispatcher(4, one_sided=False, nodes=nodes, **settings)
+            d = VirtualTokenDispatcher(4, **with_options(one_sided=False, nodes=nodes, **settings))
             routed = d.dispatch(*([x] * 4 for x in t))
             outputs = [r.x + value.bfloat16() for r, value in zip(routed, values, strict=True)]
             assert [y.item() for y in d.combine(outputs, routed)] == [want] * 4, (nodes, two_level)
@@ -180,7 +185,8 @@ def test_sums_are_rounded_for_each_node() -> None:
 
 def test_explain_states_bytes_between_nodes() -> None:
     d = VirtualTokenDispatcher(
-        4, one_sided=False, nodes=[0, 0, 1, 1], two_level=True, **settings_of(8, 3, 16, 64, torch.float32)
+        4,
+        **with_options(one_sided=False, nodes=[0, 0, 1, 1], two_level=True, **settings_of(8, 3, 16, 64, torch.float32)),
     )
     text = d.explain()
     assert "each token once per node that has experts of it" in text and "one chunk of exact size" in text
@@ -195,15 +201,15 @@ def test_explain_states_bytes_between_nodes() -> None:
 def test_virtual_dispatcher_refuses_nodes() -> None:
     given = settings_of(4, 2, 8, 4, torch.float32)
     with pytest.raises(ArgumentError, match=r"nodes: \[0, 1\] with one_sided=True; allowed: None"):
-        VirtualTokenDispatcher(2, nodes=[0, 1], **given)
+        VirtualTokenDispatcher(2, **with_options(nodes=[0, 1], **given))
     with pytest.raises(ArgumentError, match="nodes: of 3 ranks; allowed: one for each of 2"):
-        VirtualTokenDispatcher(2, nodes=[0, 1, 1], one_sided=False, **given)
+        VirtualTokenDispatcher(2, **with_options(nodes=[0, 1, 1], one_sided=False, **given))
 
 
 def test_host_reads_as_often_as_on_one_level() -> None:
     reads, settings = [], settings_of(4, 2, 8, 4, torch.float32, expert_capacity=3, overflow="drop")
-    for two_level, splits in ((False, None), (True, None), (False, "fixed"), (True, "fixed")):
-        d = virtual([0, 0, 1, 1], two_level=two_level, splits=splits, **settings)
+    for two_level, most in ((False, None), (True, None), (False, 1 << 20), (True, 1 << 20)):
+        d = virtual([0, 0, 1, 1], two_level=two_level, chunk_capacity=most, **settings)
         t = tokens_of(0, 4, 2, 4, 8, torch.float32, "uniform")
         before = stats().host_reads.total()
         routed = d.dispatch([t.x] * 4, [t.ids] * 4, [t.weights] * 4)
@@ -217,17 +223,17 @@ def on_pretended_nodes(rank: int, transport: str | None) -> tuple[list[bytes], s
     bits = rounds_of(rank, transport, two_level=True)
     for more in (
         {"two_level": None}, {"two_level": False}, {"chunk_capacity": 12 * 3, "two_level": False},
-        {"save": "redispatch", "two_level": True}, {"splits": "fixed", "two_level": True},
+        {"save": "redispatch", "two_level": True}, {"chunk_capacity": 1 << 20, "two_level": True},
     ):  # fmt: skip
         again = rounds_of(rank, transport, **more)
         assert again == bits, more
     # By messages inside a node as well.
     many = settings_of(5, 3, 1024, 512, torch.bfloat16)
-    assert "levels: two, the cheaper on" in TokenDispatcher(**many, transport="process_group").explain()
-    for more in ({}, {"save": "redispatch"}, {"save": "copy", "splits": "fixed"}):
+    assert "levels: two, the cheaper on" in TokenDispatcher(**with_options(**many, transport="process_group")).explain()
+    for more in ({}, {"save": "redispatch"}, {"save": "copy", "chunk_capacity": 1 << 20}):
         assert rounds_of(rank, "process_group", two_level=True, **more) == bits, more
     assert rounds_of(rank, "symmetric_memory", two_level=False) == bits
-    return bits, TokenDispatcher(**many, transport=transport).explain()
+    return bits, TokenDispatcher(**with_options(**many, transport=transport)).explain()
 
 
 @pytest.mark.multi
@@ -266,7 +272,7 @@ def bytes_between_nodes(rank: int, transport: str) -> list[int]:
     ProcessGroupTransport.begin = counted  # type: ignore[method-assign]
     for more, text in LEVELS:
         settings = settings_of(12, 3, 1024, 16, torch.float32, overflow="drop", **more)
-        d, t, before = TokenDispatcher(**settings, transport=transport), tokens_of_rank(rank), sent
+        d, t, before = TokenDispatcher(**with_options(**settings, transport=transport)), tokens_of_rank(rank), sent
         routed = d.dispatch(leaf(t.x), t.ids, leaf(t.weights))
         d.combine(routed.x * 2, routed).backward(t.gradient)
         found.append(sent - before)

@@ -10,6 +10,7 @@ import pytest
 import test_payloads
 import test_quantized_output
 import torch
+from dispatcher_settings import with_options
 from rank_processes import OWN_GPUS, end_ranks, interpreted, run_ranks
 from test_processes import SETTINGS, given, leaf, rounds_of, virtual_rounds
 from test_windows import LONG_PARTS, Listed, digest, random_settings, results_of
@@ -23,12 +24,12 @@ from shardweave.runtime.transports.machines import Machines
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
 
 pytestmark = pytest.mark.multi
-FIXED = {"two_level": True, "splits": "fixed"}
+FIXED = {"two_level": True, "chunk_capacity": 1 << 20}
 SEVERAL = [{}, {"save": "copy"}, {"save": "redispatch", "zero_rows": True}, {"pooled_buffers": 0}]
 
 
 def new_dispatcher(**more: Any) -> TokenDispatcher:
-    d = TokenDispatcher(**{**SETTINGS, **FIXED, **more}, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**{**SETTINGS, **FIXED, **more}, transport="symmetric_memory"))
     assert "inside a node rows are pushed into pooled buffers or windows; no host read" in d.explain()
     return d
 
@@ -139,7 +140,9 @@ def test_random_settings_equal_virtual_ranks(nodes: list[int]) -> None:
 def packed_rows(rank: int, nodes: Sequence[int]) -> list[list[bytes]]:
     on_nodes(nodes)
     test_payloads.forwarded(rank, "symmetric_memory", {"payloads": test_payloads.FP4, **FIXED})
-    d = TokenDispatcher(**test_payloads.SETTINGS, **FIXED, quantize="fp8_128", transport="symmetric_memory")
+    d = TokenDispatcher(
+        **with_options(**test_payloads.SETTINGS, **FIXED, quantize="fp8_128", transport="symmetric_memory")
+    )
     quantized = test_payloads.results_of(*test_payloads.one_round(d, [rank]))
     more = {**FIXED, "pooled_buffers": 3}
     return [quantized, test_quantized_output.rounds_of(rank, "symmetric_memory", "mxfp8", more)]
@@ -147,7 +150,7 @@ def packed_rows(rank: int, nodes: Sequence[int]) -> list[list[bytes]]:
 
 def virtual_packed_rows(nodes: Sequence[int]) -> list[list[list[bytes]]]:
     more = {**FIXED, "one_sided": False, "nodes": nodes}
-    d = shardweave.VirtualTokenDispatcher(3, **test_payloads.SETTINGS, quantize="fp8_128", **more)
+    d = shardweave.VirtualTokenDispatcher(3, **with_options(**test_payloads.SETTINGS, quantize="fp8_128", **more))
     of_all = test_payloads.one_round(d, range(3))
     quantized = [test_payloads.results_of(*[part[r : r + 1] for part in of_all]) for r in range(3)]
     return [list(of_rank) for of_rank in zip(quantized, test_quantized_output.wanted("mxfp8", **more), strict=True)]

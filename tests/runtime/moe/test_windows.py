@@ -15,6 +15,7 @@ import pytest
 import test_no_sync
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import tokens_of
 from rank_processes import ONE_GPU, end_ranks, interpreted, run_ranks
 from sync_guard import SyncGuard
@@ -48,7 +49,7 @@ def in_the_interpreter(rank: int) -> str:
 
 def layer_under_the_guard(rank: int) -> None:
     """A layer and its backward under the sync guard; only signals, which kernels process on a GPU, are exempt."""
-    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, transport="symmetric_memory"))
     t = given(rank, 1)
     x, weights = leaf(t.x), leaf(t.weights)
     with SyncGuard() as guard, test_no_sync.control_words_of(guard):
@@ -68,7 +69,8 @@ def among_others(rank: int) -> list[bytes]:
     """Two dispatchers take turns with one window, and with a redistribution; windows are made at construction only."""
     transport = transport_of("cpu")
     first, second = (
-        TokenDispatcher(**SETTINGS, save=save, transport="symmetric_memory") for save in ("buffer", "copy")
+        TokenDispatcher(**with_options(**SETTINGS, save=save, transport="symmetric_memory"))
+        for save in ("buffer", "copy")
     )
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.arange(28.0).view(7, 4), mesh, [Shard(0)])
@@ -90,7 +92,7 @@ def among_others(rank: int) -> list[bytes]:
 
 
 def combined(rank: int) -> list[bytes]:
-    d = TokenDispatcher(**SETTINGS, transport="shared_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, transport="shared_memory"))
     collected = []
     for i in range(3):
         t = given(rank, i)
@@ -105,7 +107,7 @@ def test_dispatchers_share_a_window_beside_redistributions() -> None:
 
 def many_at_once(rank: int, pooled_buffers: int) -> int:
     """Dispatch with results held for random times and written in place; returns the number of copies."""
-    d = TokenDispatcher(**SETTINGS, pooled_buffers=pooled_buffers, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, pooled_buffers=pooled_buffers, transport="symmetric_memory"))
     draw, held, want = random.Random(rank), {}, {}
     before = stats().copies.total()
     for i in range(24):
@@ -127,8 +129,8 @@ def many_at_once(rank: int, pooled_buffers: int) -> int:
 def reused(rank: int) -> None:
     """Dispatch repeatedly, freeing each result with the next: no copies, and two buffers are reused."""
     settings = {**SETTINGS, "pooled_buffers": 2}
-    d = TokenDispatcher(**settings, transport="symmetric_memory")
-    smaller = TokenDispatcher(**{**settings, "max_tokens": 11}, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**settings, transport="symmetric_memory"))
+    smaller = TokenDispatcher(**with_options(**{**settings, "max_tokens": 11}, transport="symmetric_memory"))
     before, seen = stats().copies.total(), set()
     for i in range(8):
         t = given(rank, 2 * i)
@@ -137,8 +139,12 @@ def reused(rank: int) -> None:
         seen.add(routed.x.data_ptr())
     assert len(seen) == 2 and stats().copies.total() == before
     routed = None
-    TokenDispatcher(**SETTINGS, pooled_buffers=0, transport="symmetric_memory").dispatch(t.x, t.ids, t.weights)
-    TokenDispatcher(**SETTINGS, save="copy", transport="symmetric_memory").dispatch(t.x, t.ids, t.weights)
+    TokenDispatcher(**with_options(**SETTINGS, pooled_buffers=0, transport="symmetric_memory")).dispatch(
+        t.x, t.ids, t.weights
+    )
+    TokenDispatcher(**with_options(**SETTINGS, save="copy", transport="symmetric_memory")).dispatch(
+        t.x, t.ids, t.weights
+    )
     assert stats().copies.total() == before
 
 
@@ -150,7 +156,7 @@ def test_rows_stay_in_pooled_buffers() -> None:
 
 
 def pooled_buffers_by_rank(rank: int) -> None:
-    TokenDispatcher(**SETTINGS, pooled_buffers=1 + rank, transport="symmetric_memory")
+    TokenDispatcher(**with_options(**SETTINGS, pooled_buffers=1 + rank, transport="symmetric_memory"))
 
 
 def test_different_pooled_buffers_raise() -> None:
@@ -173,7 +179,7 @@ ODD: dict[str, dict[str, Any]] = {
     "one": {"top_k": 1, "hidden": 1, "align": 128, "dtype": torch.float32},
     "few ranks": {"top_k": 7, "zero_rows": True},  # more experts of a token than ranks, and repeated ids
     "dropped": {"capacity": 16, "expert_capacity": 9, "overflow": "drop", "top_k": 4},
-    "strided": {"save": "copy", "hidden": 30, "dtype": torch.float16, "num_sms": 2},
+    "strided": {"save": "copy", "hidden": 30, "dtype": torch.float16},
     "float32": {"dtype": torch.float32, "hidden": 17, "pooled_buffers": 0},
 }
 
@@ -256,14 +262,16 @@ def results_of(make: Callable[..., Any], several: Sequence[dict[str, Any]], rank
 
 def in_windows(rank: int, several: Sequence[dict[str, Any]], more: dict[str, Any]) -> list[Any]:
     def made(**given_here: Any) -> Listed:
-        return Listed(TokenDispatcher(**{**SETTINGS, **more, **given_here}, transport="symmetric_memory"))
+        return Listed(
+            TokenDispatcher(**with_options(**{**SETTINGS, **more, **given_here}, transport="symmetric_memory"))
+        )
 
     return results_of(made, several, [rank])[0]
 
 
 def on_virtual_ranks(ranks: int, several: Sequence[dict[str, Any]]) -> list[list[Any]]:
     def made(**more: Any) -> shardweave.VirtualTokenDispatcher:
-        return shardweave.VirtualTokenDispatcher(ranks, **{**SETTINGS, **more})
+        return shardweave.VirtualTokenDispatcher(ranks, **with_options(**{**SETTINGS, **more}))
 
     return results_of(made, several, range(ranks))
 
@@ -290,7 +298,7 @@ def test_random_settings_equal_virtual_ranks(more: dict[str, Any]) -> None:
 
 def again_in_backward(rank: int, how: str, more: dict[str, Any]) -> list[bytes]:
     """Two layers, compiled or checkpointed: one rank compiles them."""
-    d = TokenDispatcher(**SETTINGS, **more, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, **more, transport="symmetric_memory"))
 
     def layers(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
@@ -320,7 +328,7 @@ def again_in_backward(rank: int, how: str, more: dict[str, Any]) -> list[bytes]:
         ("checkpointed", 3, {}),
         pytest.param("checkpointed", 2, {"dedupe": True}, marks=pytest.mark.long),
         pytest.param("compiled", 2, {"dedupe": True}, marks=pytest.mark.long),
-        pytest.param("compiled", 4, {"two_level": True, "splits": "fixed"}, marks=pytest.mark.long),
+        pytest.param("compiled", 4, {"two_level": True, "chunk_capacity": 1 << 20}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -332,8 +340,8 @@ def test_compiled_and_checkpointed_equal_eager(how: str, size: int, more: dict[s
 
 def dispatches_late(rank: int, disagrees: bool) -> None:
     """A redistribution has left floats where counts will be."""
-    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
-    other = TokenDispatcher(**{**SETTINGS, "num_experts": 40}, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, transport="symmetric_memory"))
+    other = TokenDispatcher(**with_options(**{**SETTINGS, "num_experts": 40}, transport="symmetric_memory"))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = distribute_tensor(-torch.ones(9, 400), mesh, [Shard(0)])
     shardweave.redistribute(x, [Shard(1)], transport="symmetric_memory")
@@ -369,7 +377,7 @@ def test_kernels_do_not_read_stale_window_as_counts() -> None:
 
 
 def never_combines(rank: int, more: dict[str, Any]) -> None:
-    d = TokenDispatcher(**SETTINGS, **more, transport="symmetric_memory")
+    d = TokenDispatcher(**with_options(**SETTINGS, **more, transport="symmetric_memory"))
     t = given(rank, 1)
     routed = d.dispatch(t.x, t.ids, t.weights)
     if rank != 1:
@@ -392,13 +400,13 @@ def test_missing_rank_is_named_and_outputs_overwritten(more: dict[str, Any]) -> 
 
 
 def explained(rank: int) -> str:
-    text = TokenDispatcher(**SETTINGS, transport="symmetric_memory").explain()
+    text = TokenDispatcher(**with_options(**SETTINGS, transport="symmetric_memory")).explain()
     dist.barrier()  # ranks that have ended cannot be mapped
     return text
 
 
 def test_explain_states_window() -> None:
-    d = shardweave.VirtualTokenDispatcher(2, **SETTINGS)
+    d = shardweave.VirtualTokenDispatcher(2, **with_options(**SETTINGS))
     (text, _) = run_ranks(explained, 2)
     # Counts of 7 words for 2 ranks, and 88 rows of 48 bytes and a weight, each from a multiple of 256 bytes on.
     rows = d.config.rows
@@ -425,7 +433,7 @@ def test_processes_on_one_gpu(gpu: None, size: int, dedupe: bool) -> None:  # no
 
 def captured_on_a_gpu(rank: int, dedupe: bool) -> bool:
     """Dispatch and combine in one graph, replayed with other tokens."""
-    d = TokenDispatcher(**SETTINGS, device="cuda", transport="symmetric_memory", dedupe=dedupe)
+    d = TokenDispatcher(**with_options(**SETTINGS, device="cuda", transport="symmetric_memory", dedupe=dedupe))
     tokens = [tokens_of(rank, 7, K, E, H, torch.bfloat16, "zipf", i) for i in range(3)]
     x, ids, weights = (getattr(tokens[0], name).cuda() for name in ("x", "ids", "weights"))
     stream = torch.cuda.Stream()

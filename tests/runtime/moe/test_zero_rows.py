@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from moe_reference import Tokens, assert_near, tokens_of
 from rank_processes import run_ranks
 from test_processes import poisoned
@@ -119,7 +120,7 @@ def test_weight_gradients_with_zero_rows(ranks: int, algorithm: str, weighted: b
     given = {**SETTINGS, **ALGORITHMS[algorithm]}
     if "expert_map" in given:
         ranks = len(given["expert_map"])
-    d, dtype = VirtualTokenDispatcher(ranks, **given), given["dtype"]
+    d, dtype = VirtualTokenDispatcher(ranks, **with_options(**given)), given["dtype"]
     for number in range(2):
         tokens, experts = rounds(ranks, number, dtype), [Gated(dtype) for _ in range(ranks)]
         ys = trained(d, experts, tokens, weighted)
@@ -132,7 +133,7 @@ def test_weight_gradients_with_zero_rows(ranks: int, algorithm: str, weighted: b
 
 def test_weight_gradients_with_zero_rows_compiled() -> None:
     ranks = 3
-    d = VirtualTokenDispatcher(ranks, **{**SETTINGS, **ALGORITHMS["copy of chunks"]})
+    d = VirtualTokenDispatcher(ranks, **with_options(**{**SETTINGS, **ALGORITHMS["copy of chunks"]}))
     tokens, experts = rounds(ranks, 0), [Gated(torch.float32) for _ in range(ranks)]
     trained(d, experts, tokens, True, compiled)
     _, want = dense(tokens, torch.float32)
@@ -142,7 +143,7 @@ def test_weight_gradients_with_zero_rows_compiled() -> None:
 
 def test_weight_gradients_without_zero_rows_are_nan() -> None:
     """The NaN that these tests allocate reaches code that reads it."""
-    d = VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False})
+    d = VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, "zero_rows": False}))
     experts = [Gated(torch.float32) for _ in range(2)]
     trained(d, experts, rounds(2, 0), True)
     assert all(g.isnan().any() for expert in experts for g in gradients(expert) if g.dim() == 2)
@@ -170,7 +171,7 @@ def of_each_transport(rank: int, compiling: int) -> list[list[list]]:
     torch.use_deterministic_algorithms(True)
     results = []
     for transport, given, run in OF_TRANSPORTS:
-        d = TokenDispatcher(**SETTINGS, **given, transport=transport)
+        d = TokenDispatcher(**with_options(**SETTINGS, **given, transport=transport))
         for number in range(1 if run else 3):
             experts = Gated(torch.float32)
             tokens = [rounds(dist.get_world_size(), number)[rank]]
@@ -252,19 +253,21 @@ def test_unused_rows(given: dict, sevens: None, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.delenv("SHARDWEAVE_POISON_ROWS", raising=False)
         else:
             monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", poison)
-        zeroed, plain = (VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": z}, **given) for z in (True, False))
+        zeroed, plain = (
+            VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, "zero_rows": z}, **given)) for z in (True, False)
+        )
         assert all(len(rows) and (rows == 0).all() for rows in rest(zeroed))
         assert poison != "1" or all(len(rows) and rows.isnan().all() for rows in rest(plain))
-    batched = VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False, "layout": "batched"})
+    batched = VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, "zero_rows": False, "layout": "batched"}))
     assert not any(len(rows) for rows in rest(batched))
     monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", "yes")
     with pytest.raises(ArgumentError, match="SHARDWEAVE_POISON_ROWS: 'yes'; allowed: 0, 1"):
-        VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False})
+        VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, "zero_rows": False}))
 
 
 def test_poison_in_compiled_experts(sevens: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", "1")
-    d = VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False})
+    d = VirtualTokenDispatcher(2, **with_options(**{**SETTINGS, "zero_rows": False}))
     experts = [Gated(torch.float32) for _ in range(2)]
     trained(d, experts, rounds(2, 0), True, compiled)
     assert all(g.isnan().any() for expert in experts for g in gradients(expert) if g.dim() == 2)

@@ -332,7 +332,6 @@ def set_up(rank: int, what: str) -> str:
             os.environ["SHARDWEAVE_TRANSPORT"] = "process_group"
         return outcome(lambda: _gathered(x, None).equal(whole))
     options: dict[str, Any] = {
-        "min_bytes": {"min_bytes": 100 if odd else 0},
         "topology": {"topology": shardweave.NVLINK_NODE if odd else None},
         "reduction": {"reduction": "fast" if odd else "ordered"},
         "costs": {"costs": odd},
@@ -348,7 +347,6 @@ def set_up(rank: int, what: str) -> str:
     ("what", "named", "values"),
     [
         ("SHARDWEAVE_TRANSPORT", "SHARDWEAVE_TRANSPORT: ", ("not set", "process_group")),
-        ("min_bytes", "install(min_bytes=): ", ("0", "100")),
         ("topology", "install(topology=): ", ("none", "nvlink")),
         ("reduction", "install(reduction=): ", ("ordered", "fast")),
         ("costs", "install(costs=): ", ("off", "on")),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_settings import with_options
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -93,7 +94,7 @@ def come_late(mesh: DeviceMesh) -> None:
 def dispatch(group: dist.ProcessGroup) -> None:
     size = group.size()
     settings: Any = {"num_experts": 2 * size, "top_k": 2, "hidden": 8, "max_tokens": 4, "dtype": torch.float32}
-    dispatcher = shardweave.TokenDispatcher(group, **settings)
+    dispatcher = shardweave.TokenDispatcher(group, **with_options(**settings))
     x = torch.full((4, 8), float(dist.get_rank()))
     ids = torch.arange(8).view(4, 2) % (2 * size)
     routed = dispatcher.dispatch(x, ids, torch.full((4, 2), 0.5))

@@ -76,6 +76,7 @@ def test_dropped_large_gather_returns_memory() -> None:
 
 def random_lengths(rank: int, size: int, limit: int) -> tuple[int, int]:
     """The maximum of pages beyond live tensors, and the number of segments, of 240 steps."""
+    shardweave.set_pool_limit(limit)
     mesh, generator = init_device_mesh("cpu", (size,)), random.Random(11)
     most, kept, want = 0, None, (0, 0.0)
     for step in range(240):
@@ -102,7 +103,7 @@ def random_lengths(rank: int, size: int, limit: int) -> tuple[int, int]:
     ],
 )
 def test_random_lengths_stay_within_limit(kind: str, size: int, limit: int) -> None:
-    environment = {"SHARDWEAVE_POOL_LIMIT": str(limit), "SHARDWEAVE_SEGMENTS": kind}
+    environment = {"SHARDWEAVE_SEGMENTS": kind}
     for most, segments in run_ranks(random_lengths, size, size, limit, environment=environment):
         assert most <= limit and segments == 1
 

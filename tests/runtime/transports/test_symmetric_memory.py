@@ -15,7 +15,6 @@ from pretended_gpus import PretendedGpus
 
 import shardweave
 from shardweave.runtime.bounded_store import BoundedStore
-from shardweave.runtime.environment import num_sms, requested_sms
 from shardweave.runtime.transports.symmetric_memory.memory import (
     _RenumberedStore,
     why_no_symmetric_memory,
@@ -109,26 +108,6 @@ def test_no_memory_in_a_capture() -> None:
         with pytest.raises(shardweave.UnsupportedError, match="transport symmetric_memory would be made while"):
             SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
     assert transport.error is None
-
-
-def test_number_of_sms_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument comes before the variable; a GPU has to have as many."""
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr("shardweave.runtime.environment.processors_of", lambda device: 132)
-    assert num_sms(gpu) is None and num_sms(gpu, 132) == 132 and num_sms(torch.device("cpu"), 133) == 133
-    with pytest.raises(shardweave.ArgumentError, match="num_sms: 133; allowed: 1 to 132, the SMs of cuda:0"):
-        num_sms(gpu, 133)
-    monkeypatch.setenv("SHARDWEAVE_NUM_SMS", "200")
-    assert num_sms(gpu, 7) == 7 and num_sms(torch.device("cpu")) == 200
-    with pytest.raises(shardweave.ArgumentError, match="SHARDWEAVE_NUM_SMS: 200; allowed: 1 to 132"):
-        num_sms(gpu)
-
-
-@pytest.mark.parametrize("given", ["0", "-1", "half", "1.5"])
-def test_wrong_number_of_sms(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDWEAVE_NUM_SMS", given)
-    with pytest.raises(shardweave.ArgumentError, match=rf"SHARDWEAVE_NUM_SMS: '{given}'; allowed: .* above 0"):
-        requested_sms()
 
 
 def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:

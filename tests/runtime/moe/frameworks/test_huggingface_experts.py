@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.runtime.moe.options import DispatchOptions
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (pip install transformers)"
@@ -101,8 +102,8 @@ def refused(rank: int) -> None:
     with pytest.raises((UnsupportedError, KeyError), match="shardweave"):
         block(torch.zeros(1, 1, HIDDEN))
     block.experts.config._experts_implementation = "eager"
-    with pytest.raises(TypeError, match="num_experts"):
-        shard_experts(block, mesh, max_tokens=4, num_experts=3)
+    with pytest.raises(ArgumentError, match="quantize: 'mxfp8'; allowed here: None, since the model's experts"):
+        shard_experts(block, mesh, max_tokens=4, options=DispatchOptions(quantize="mxfp8"))
     shard_experts(block, mesh, max_tokens=4)
     with pytest.raises(UnsupportedError, match="that are DTensors; allowed: experts that are not sharded"):
         shard_experts(block, mesh, max_tokens=4)

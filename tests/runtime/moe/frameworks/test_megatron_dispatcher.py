@@ -17,6 +17,7 @@ from torch import nn
 
 from shardweave.errors import ArgumentError, UnsupportedError
 from shardweave.runtime.moe.frameworks.megatron import MegatronDispatcher, use_megatron_dispatchers
+from shardweave.runtime.moe.options import DispatchOptions
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (pip install megatron-core)"
@@ -161,8 +162,8 @@ def refused(rank: int) -> None:
     found, config = groups(1), SimpleNamespace(moe_router_topk=K)
     with pytest.raises(ArgumentError, match=r"local_expert_indices: \[0, 2\]; allowed: \[0, 1\]"):
         MegatronDispatcher(2, [0, 2], config, found)
-    with pytest.raises(TypeError, match="num_experts"):
-        MegatronDispatcher(2, [0, 1], config, found, num_experts=3)
+    with pytest.raises(ArgumentError, match="expert_map: .*; allowed here: None, since Megatron's experts"):
+        MegatronDispatcher(2, [0, 1], config, found, options=DispatchOptions(expert_map=[[0, 1]]))
     dispatcher = MegatronDispatcher(2, [0, 1], config, found)
     with pytest.raises(UnsupportedError, match="moe_shared_expert_overlap: True; allowed .*: False"):
         dispatcher.set_shared_experts(None)

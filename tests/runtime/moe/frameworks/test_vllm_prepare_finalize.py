@@ -18,6 +18,7 @@ from rank_processes import run_ranks
 from test_threads import advanced_in_turns
 
 from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.runtime.moe.options import DispatchOptions
 
 try:
     from shardweave.runtime.moe.frameworks.vllm import VLLMPrepareFinalize
@@ -137,10 +138,13 @@ def refused(rank: int) -> None:
     with pytest.raises(UnsupportedError, match="weight_and_reduce_impl: int; allowed: TopKWeightAndReduceDelegate"):
         seam.finalize(x, rows, weights, ids, False, 3)
     seam.finalize(x, rows, weights, ids, False, delegate)
-    with pytest.raises(TypeError, match="layout"):
-        VLLMPrepareFinalize(
-            num_experts=8, top_k=2, hidden=8, max_num_tokens=9, dtype=torch.float32, device="cpu", layout="grouped"
-        )
+    for refused, text in (
+        (DispatchOptions(layout="batched"), "layout: 'batched'; allowed here: 'grouped', since vLLM's experts"),
+        (DispatchOptions(capacity=1.5), "capacity: 1.5; allowed here: None"),
+        ({"align": 2}, "options: {'align': 2}; allowed: a DispatchOptions"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            VLLMPrepareFinalize(num_experts=8, top_k=2, hidden=8, max_num_tokens=9, device="cpu", options=refused)
 
 
 @pytest.mark.multi
