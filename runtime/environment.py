@@ -21,7 +21,7 @@ BYTES = "a whole number below 2**63, of bytes or with a unit: K or KiB (1024 byt
 _LOGGERS = {
     "all": ("",),
     "dispatch": (".runtime.moe",),
-    "dtensor": (".runtime.dtensor", ".runtime.statistics"),
+    "dtensor": (".runtime.dtensor", ".runtime.install", ".runtime.statistics"),
     "executor": (".runtime.executor",),
     "flight_recorder": (".runtime.flight_recorder",),
     "transports": (".runtime.transports",),

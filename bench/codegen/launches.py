@@ -53,11 +53,11 @@ from shardweave.kernels.channel import Failure
 from shardweave.kernels.compare_words import WordComparison
 from shardweave.kernels.launch import Launches
 from shardweave.planner import Program, plan
-from shardweave.runtime import VirtualTokenDispatcher
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.moe.activation import silu_and_mul
 from shardweave.runtime.moe.packed_rows import packed_rows
+from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.transports.backend_limits import Direction, PooledOutputs, WindowPolicy
 from shardweave.runtime.transports.in_process import InProcessTransport
 from shardweave.runtime.transports.symmetric_memory.outputs import OutputPool

@@ -109,7 +109,7 @@ def recorded(program: Callable[[DeviceMesh], None], sizes: Mapping[str, int]) ->
     try:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         with tempfile.TemporaryDirectory() as folder:
-            with shardweave.record(Path(folder) / "trace.json"):
+            with shardweave.tracing.record(Path(folder) / "trace.json"):
                 program(mesh)
             (path,) = Path(folder).iterdir()
             return Trace.read(path)

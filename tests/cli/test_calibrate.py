@@ -11,11 +11,12 @@ import pytest
 from warm_python import run_python
 
 import shardweave
-from shardweave import ArgumentError, Layout, Link, Mesh, Topology
+from shardweave import Layout, Link, Mesh, Topology
 from shardweave.__main__ import main
 from shardweave.cli.calibrate import predicted_us
 from shardweave.cli.link_fit import Local, Sample, fit_line, fit_link, fit_local, topology_of
 from shardweave.cli.link_times import node_size_of, sizes_up_to
+from shardweave.errors import ArgumentError
 from shardweave.planner.cost.step_cost import step_price
 from shardweave.planner.exchange.layout_change import LayoutChange
 

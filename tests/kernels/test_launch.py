@@ -14,7 +14,7 @@ import triton
 from kernel_box_cases import random_case
 from triton.backends.compiler import GPUTarget
 
-import shardweave
+from shardweave.errors import ArgumentError
 from shardweave.kernels import StridedBoxes, copy_table, reduce_table
 from shardweave.kernels.addresses import BaseAddresses
 from shardweave.kernels.channel import SLOT, Channel, Failure, pack
@@ -203,5 +203,5 @@ def test_fixed_buffers_resolve_as_given_ones(fixed: tuple[int, ...], arguments: 
         want, got = given.resolve(now), fixed_pointers.resolve(now)
         assert got[0] == want[0] and got[2] == want[2]
         assert got[1].equal(want[1])
-    with pytest.raises(shardweave.ArgumentError, match=r"sources\[1\] has dtype torch.int32; the table is for"):
+    with pytest.raises(ArgumentError, match=r"sources\[1\] has dtype torch.int32; the table is for"):
         given.fix([None, torch.zeros(4, dtype=torch.int32), buffers[2], buffers[3]])

@@ -113,7 +113,6 @@ def classes_raised(rank: int) -> list[list[str]]:
 def test_table_has_every_class() -> None:
     classes = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, ShardweaveError)}
     assert classes - {ShardweaveError} == set(RAISED_BY)
-    assert all(getattr(shardweave, c.__name__) is c for c in classes)
 
 
 @pytest.mark.multi

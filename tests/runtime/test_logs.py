@@ -22,7 +22,7 @@ from shardweave.runtime.logs import set_up_logs
 
 _NAMES = [
     "shardweave",
-    *(f"shardweave.runtime.{n}" for n in ("dtensor", "executor", "moe", "statistics", "transports")),
+    *(f"shardweave.runtime.{n}" for n in ("dtensor", "executor", "install", "moe", "statistics", "transports")),
 ]
 
 
@@ -44,7 +44,7 @@ def test_levels_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
         "dispatch": {"shardweave.runtime.moe": logging.INFO},
         "+all, -dispatch": {"shardweave": logging.DEBUG, "shardweave.runtime.moe": logging.ERROR},
         "+dtensor,dtensor,": dict.fromkeys(
-            ("shardweave.runtime.dtensor", "shardweave.runtime.statistics"), logging.INFO
+            ("shardweave.runtime.dtensor", "shardweave.runtime.install", "shardweave.runtime.statistics"), logging.INFO
         ),
         "executor,transports": dict.fromkeys(
             ("shardweave.runtime.executor", "shardweave.runtime.transports"), logging.INFO
@@ -85,13 +85,13 @@ def test_one_handler_with_the_rank(
     monkeypatch.setenv("RANK", "5")
     set_up_logs()
     set_up_logs()
-    logging.getLogger("shardweave.runtime.dtensor.install").debug("a debug message")
+    logging.getLogger("shardweave.runtime.install").debug("a debug message")
     logging.getLogger("shardweave.runtime.transports.select").info("too low")
     logging.getLogger("shardweave.runtime.transports.select").warning("a warning")
     logging.getLogger("shardweave.runtime.moe.dispatcher").warning("too low")
     lines = capsys.readouterr().err.splitlines()
     assert [re.sub(r"[\d:.]{12}", "TIME", line) for line in lines] == [
-        "[rank5] D TIME shardweave.runtime.dtensor.install: a debug message",
+        "[rank5] D TIME shardweave.runtime.install: a debug message",
         "[rank5] W TIME shardweave.runtime.transports.select: a warning",
     ]
 
@@ -122,12 +122,12 @@ def messages(rank: int) -> list[tuple[str, str, str]]:
 def test_events_and_their_levels() -> None:
     first, second = run_ranks(messages, 2)
     expected = [
-        ("INFO", "dtensor.install", r"installed: .* \(topology=None, .*min_bytes=8.*; torch 2.*, triton 3.*\)"),
+        ("INFO", "install", r"installed: .* \(topology=None, .*min_bytes=8.*; torch 2.*, triton 3.*\)"),
         ("INFO", "transports.select", r"ranks \(0, 1\) exchange by \w+: .*"),
         ("DEBUG", "executor.call", r"bound S0 → R   float32\[5\] on .*: receives 8 bytes by \w+"),
         ("INFO", "statistics", r"left to torch: smaller than install\(min_bytes=\) .*Further ones are counted.*"),
         ("DEBUG", "statistics", r"left to torch: smaller than install\(min_bytes=\) .*\)"),
-        ("INFO", "dtensor.install", "uninstalled: .* run on torch"),
+        ("INFO", "install", "uninstalled: .* run on torch"),
         ("DEBUG", "moe.dispatcher", r"made token dispatcher 1 of these ranks: 2 experts.*: \w+, .*"),
     ]  # fmt: skip
     assert len(first) == len(expected), first

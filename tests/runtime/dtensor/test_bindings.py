@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 import shardweave
+from shardweave.integrations.autoparallel import redistribute_local_tensor
 
 IMPORTS = """
 from torch.distributed.tensor._redistribute import Redistribute as Moved
@@ -113,7 +114,7 @@ def test_module_that_is_no_longer_loaded(loaded_here: Callable[..., Any]) -> Non
 def test_recorded_modules_get_torchs_functions_back(loaded_here: Callable[..., Any], tmp_path: Path) -> None:
     early = loaded_here("bound_before_record")
     torchs = bound(early)
-    with shardweave.record(tmp_path / "trace.json"):
+    with shardweave.tracing.record(tmp_path / "trace.json"):
         late = loaded_here("bound_while_recording")
         assert bound(early) == bound(late) != torchs
     assert bound(early) == bound(late) == torchs
@@ -122,8 +123,10 @@ def test_recorded_modules_get_torchs_functions_back(loaded_here: Callable[..., A
 @pytest.mark.plan
 def test_shardweaves_own_function_is_kept(loaded_here: Callable[..., Any]) -> None:
     with shardweave.installed():
-        module = loaded_here("imports_shardweave", "from shardweave import redistribute_local_tensor as ours")
-    assert module.ours is shardweave.redistribute_local_tensor
+        module = loaded_here(
+            "imports_shardweave", "from shardweave.integrations.autoparallel import redistribute_local_tensor as ours"
+        )
+    assert module.ours is redistribute_local_tensor
     assert module.ours is not torch_redistribute.redistribute_local_tensor
 
 

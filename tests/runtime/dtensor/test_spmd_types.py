@@ -24,7 +24,7 @@ from variants import crossed
 
 import shardweave
 from shardweave.errors import ArgumentError
-from shardweave.runtime.dtensor.spmd_types import _are_chunks, _originals
+from shardweave.runtime.integrations.spmd_types.collectives import _are_chunks, _originals
 
 if importlib.util.find_spec("spmd_types"):
     import spmd_types as spmd

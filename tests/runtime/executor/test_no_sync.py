@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from variants import crossed
 
 import shardweave
+from shardweave.errors import TransportError
 from shardweave.planner import Mesh
 from shardweave.runtime.dtensor import drop_in
 from shardweave.runtime.executor import copies
@@ -394,7 +395,7 @@ def caught(rank: int, transport: str) -> str:
             guard = patches.enter_context(SyncGuard())
             patches.enter_context(control_words_of(guard))
             shardweave.redistribute(x, [Shard(1)], transport=transport)
-    except (SyncRefused, shardweave.TransportError) as error:
+    except (SyncRefused, TransportError) as error:
         return type(error).__name__
     return "passed"
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardweave
+from shardweave.integrations.torchtitan import TorchtitanDispatcher
 
 E, K, H, T, LAYERS = 4, 2, 16, 24, 3
 DTYPE = torch.bfloat16
@@ -44,10 +45,10 @@ class MoE(nn.Module):
         self.experts = Experts(E if kind == "parallel" else E // world)
         self.dispatcher: Any = None
         if kind == "parallel":
-            style = shardweave.ExpertParallel(top_k=K, hidden=H, max_tokens=T, dtype=DTYPE, **settings)
+            style = shardweave.moe.ExpertParallel(top_k=K, hidden=H, max_tokens=T, dtype=DTYPE, **settings)
             parallelize_module(self, init_device_mesh("cpu", (world,)), {"experts": style})
         if kind == "torchtitan":
-            config = shardweave.TorchtitanDispatcher.Config(num_experts=E, top_k=K, num_max_tokens_per_rank=T)
+            config = TorchtitanDispatcher.Config(num_experts=E, top_k=K, num_max_tokens_per_rank=T)
             self.dispatcher = config.build()
             self.dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (world,)))
 
@@ -239,10 +240,10 @@ def saved_copies(rank: int) -> None:
     x, ids, weights = torch.randn(T, large).to(DTYPE), torch.randint(0, E, (T, 1)), torch.rand(T, 1)
     held = {}
     for policy in ("nothing", "exchanges"):
-        before = shardweave.pool_memory().allocated
+        before = shardweave.memory.pool_memory().allocated
         with create_selective_checkpoint_contexts(POLICIES[policy]())[0]:
             routed = d.dispatch(x, ids, weights)
-        held[policy] = shardweave.pool_memory().allocated - before
+        held[policy] = shardweave.memory.pool_memory().allocated - before
         assert int(routed.num_rows) == int(routed.counts.sum())
         del routed
     assert held["nothing"] >= T * large * 2 > held["exchanges"]
@@ -293,7 +294,7 @@ def test_torchtitans_debug_model_with_its_defaults() -> None:
         "--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel",
         "--parallelism.expert_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "1",
         "--training.disable_cuda_graphs", "--training.steps", "3",
-        "--override.imports", "shardweave.runtime.moe.torchtitan.token_dispatcher",
+        "--override.imports", "shardweave.integrations.torchtitan.token_dispatcher",
     ]  # fmt: skip
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import shardweave
+from shardweave.errors import ArgumentError
 from shardweave.kernels import recorded_launches
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer import window
@@ -253,7 +254,7 @@ class Experts(nn.Module):
 def styled(rank: int, transport: str) -> None:
     mesh, experts = init_device_mesh("cpu", (3,)), Experts()
     settings = {name: value for name, value in SETTINGS.items() if name != "num_experts"}
-    style = shardweave.ExpertParallel(**{**settings, "pooled_buffers": 2}, transport=transport)
+    style = shardweave.moe.ExpertParallel(**{**settings, "pooled_buffers": 2}, transport=transport)
     parallelize_module(nn.ModuleDict({"experts": experts}), mesh, {"experts": style})
     t = given(rank, 2)
     want = experts(t.x, t.ids, t.weights)  # gradients are recorded: nothing is lent
@@ -283,5 +284,5 @@ def test_virtual_ranks_and_compiled_layers() -> None:
         assert all(torch.equal(y, 3 * x) for y, x in zip(traced(), xs, strict=True))
     routed = d.dispatch(xs, ids, weights)[0]
     routed = replace(routed, _source=(-1, 0))
-    with pytest.raises(shardweave.ArgumentError, match="destroyed"):
+    with pytest.raises(ArgumentError, match="destroyed"):
         routed.output_buffer()

@@ -19,10 +19,10 @@ from rank_processes import interpreted, run_ranks
 from sync_guard import SyncGuard, on_the_host
 from torch.distributed.device_mesh import init_device_mesh
 
-import shardweave
 from shardweave import kernels
+from shardweave.integrations.token_switch import TokenSwitch
 from shardweave.kernels.signal import signal_kernel
-from shardweave.runtime.moe.switch.engine import SwitchEngine
+from shardweave.runtime.integrations.token_switch.switch_engine import SwitchEngine
 from shardweave.runtime.moe.transfer import fixed, sendrecv
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport
 
@@ -117,7 +117,7 @@ def most_rows(layout: str, size: int) -> int:
 
 
 def switch_of(experts: int, rows: int, group=None, **more):
-    return shardweave.TokenSwitch(group, experts, MOST, rows, 4 * H + 8, **more)
+    return TokenSwitch(group, experts, MOST, rows, 4 * H + 8, **more)
 
 
 def case(rank: int, switch, layout: str, experts: int, rows: int, routing: str, dtype: torch.dtype, seed: int) -> None:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardweave.errors import ArgumentError
+from shardweave.runtime.integrations.torchtitan import TorchtitanDispatcher
 from shardweave.runtime.moe.expert_placement import experts_of_shards
-from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
 
 needs_torchtitan = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed (pip install torchtitan==0.3.0)"

@@ -235,7 +235,7 @@ def test_unusual_settings_equal_virtual_ranks() -> None:
     want: list[list] = [[], [], []]
     for given_here in ODD.values():
         settings = {**SETTINGS, **given_here}
-        d = shardweave.VirtualTokenDispatcher(3, **settings)
+        d = shardweave.moe.VirtualTokenDispatcher(3, **settings)
         for i in range(3):
             by_rank = trained(d, settings, [odd_tokens(settings, rank, i) for rank in range(3)])
             for of_rank, got in zip(want, by_rank, strict=True):
@@ -347,7 +347,7 @@ def explained(rank: int) -> str:
 
 
 def test_explain_states_window() -> None:
-    d = shardweave.VirtualTokenDispatcher(2, **SETTINGS)
+    d = shardweave.moe.VirtualTokenDispatcher(2, **SETTINGS)
     (text, _) = run_ranks(explained, 2)
     # Counts of 7 words for 2 ranks, and 88 rows of 48 bytes and a weight, each from a multiple of 256 bytes on.
     rows = d.config.rows

@@ -16,13 +16,13 @@ from test_processes import poisoned
 from torch import nn
 
 from shardweave.errors import ArgumentError
+from shardweave.runtime.integrations.torchtitan import TorchtitanDispatcher
 from shardweave.runtime.moe.activation import silu_and_mul
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.engine import TokenEngine
 from shardweave.runtime.moe.parallel_style import ExpertParallel
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
 from shardweave.runtime.transports.in_process import InProcessTransport
 
 K, E, H, F = 2, 5, 16, 8

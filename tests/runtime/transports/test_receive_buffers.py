@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
-from shardweave.errors import TransportError
+from shardweave.errors import DisagreementError, TransportError
 from shardweave.runtime.transports.shared_memory import receive_buffers
 from shardweave.runtime.transports.shared_memory.allocator import Allocator, Piece
 from shardweave.runtime.transports.shared_memory.receive_buffers import ReceiveBuffers
@@ -188,7 +188,7 @@ def disagree_later(rank: int) -> list[float]:
     before = [y.to_local().clone() for y in outputs]
     try:
         shardweave.redistribute(x, [Replicate() if rank == 2 else Shard(1)])
-    except shardweave.DisagreementError:
+    except DisagreementError:
         # Peers read this rank's request before it exits.
         time.sleep(0.5)
         assert all(torch.equal(y.to_local(), want) for y, want in zip(outputs, before, strict=True))

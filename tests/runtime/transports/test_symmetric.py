@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from variants import crossed
 
 import shardweave
+from shardweave.errors import ArgumentError, MeetingTimeoutError, TransportError, UnsupportedError
 from shardweave.kernels import Turn, WindowUse
 from shardweave.kernels.signal import wait_limit
 from shardweave.runtime.transports.backend_limits import Rates
@@ -254,7 +255,7 @@ def fails_in_a_batch(rank: int) -> int:
         return outputs[-1]
 
     transport.empty = recorded  # type: ignore[method-assign]
-    with pytest.raises(shardweave.MeetingTimeoutError):
+    with pytest.raises(MeetingTimeoutError):
         shardweave.redistribute_batch(given, [[Replicate()]] * 3, transport="symmetric_memory")
     store.set("rank 0 has timed out", "")
     return sum(bool(out.isnan().all()) for out in outputs)
@@ -393,8 +394,8 @@ def prepared_in_between(rank: int) -> None:
     for got in (later, shardweave.redistribute(y, [Shard(1)], transport="symmetric_memory")):
         assert equal(got.to_local(), held_by(whole, [Shard(1)], mesh, {}))
     dist.barrier()  # a rank that fails takes back what it told peers that have not read it yet
-    transport.fail(shardweave.TransportError("done"))
-    with pytest.raises(shardweave.TransportError, match="done"):
+    transport.fail(TransportError("done"))
+    with pytest.raises(TransportError, match="done"):
         shardweave.prepare(mesh, 1 << 12, transport="symmetric_memory")
 
 
@@ -443,7 +444,7 @@ def test_steps_of_group_share_windows() -> None:
 def prepared(rank: int) -> list[tuple[tuple[int, ...], int]]:
     """After `prepare`, nothing is allocated and ranks do not communicate on the host."""
     mesh = init_device_mesh("cpu", (2, 2))
-    with pytest.raises(shardweave.ArgumentError, match="max_bytes: 0; allowed"):
+    with pytest.raises(ArgumentError, match="max_bytes: 0; allowed"):
         shardweave.prepare(mesh, 0)
     shardweave.prepare(mesh, 70000, transport="symmetric_memory")
     transport = transport_of("cpu")
@@ -550,7 +551,7 @@ def stays_away(rank: int, direction: str) -> list[str]:
     transport.empty = recorded  # type: ignore[method-assign]
     texts = []
     for y in (x, whole):
-        with pytest.raises(shardweave.TransportError) as errors:
+        with pytest.raises(TransportError) as errors:
             shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
         texts.append(f"{errors.type.__name__}: {errors.value}")
     assert len(outputs) == 1 and outputs[0].isnan().all()
@@ -614,7 +615,7 @@ def misfit(rank: int) -> None:
         assert torch.equal(
             shardweave.redistribute(x, [Replicate()], transport="symmetric_memory").to_local(), torch.arange(12.0)
         )
-        with pytest.raises(shardweave.ArgumentError, match="local tensor"):
+        with pytest.raises(ArgumentError, match="local tensor"):
             shardweave.redistribute(bad, [Replicate()], transport="symmetric_memory")
 
 
@@ -624,7 +625,8 @@ def test_transport_valid_after_all_ranks_refuse() -> None:
 
 def no_windows_on_meta(rank: int) -> None:
     with pytest.raises(
-        shardweave.UnsupportedError, match="transport: symmetric_memory cannot carry ranks .* allowed: process_group"
+        UnsupportedError,
+        match="transport: symmetric_memory cannot carry ranks .* allowed: process_group",
     ):
         current_transports().choose((0, 1), torch.device("meta"), "symmetric_memory")
 
@@ -751,7 +753,7 @@ def never_comes_to_the_gpu(rank: int) -> str:
     out = shardweave.redistribute(x, [Replicate()], transport="symmetric_memory").to_local()
     torch.cuda.synchronize()
     assert out.isnan().all()
-    with pytest.raises(shardweave.MeetingTimeoutError) as errors:
+    with pytest.raises(MeetingTimeoutError) as errors:
         shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
     store.set("rank 0 was told", "")
     return str(errors.value)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pretended_gpus import PretendedGpus
 from torch._C._distributed_c10d import _resolve_process_group
 
-import shardweave
+from shardweave.errors import ArgumentError, TransportError, UnsupportedError
 from shardweave.kernels import Failure
 from shardweave.kernels.tiling import PROCESSORS
 from shardweave.kernels.window_use import waiting_programs
@@ -142,11 +142,9 @@ def test_no_memory_in_a_capture() -> None:
         transport = SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
         gpus.captures = True
         for make in (lambda: transport.window((0, 1), 100), lambda: transport.buffer_pool((0, 1), 100, 2)):
-            with pytest.raises(
-                shardweave.UnsupportedError, match="symmetric buffer of .* while a CUDA graph is captured"
-            ):
+            with pytest.raises(UnsupportedError, match="symmetric buffer of .* while a CUDA graph is captured"):
                 make()
-        with pytest.raises(shardweave.UnsupportedError, match="transport symmetric_memory would be made while"):
+        with pytest.raises(UnsupportedError, match="transport symmetric_memory would be made while"):
             SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
     assert transport.error is None
 
@@ -166,18 +164,18 @@ def test_number_of_sms_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr("shardweave.runtime.environment.processors_of", lambda device: 132)
     assert num_sms(gpu) is None and num_sms(gpu, 132) == 132 and num_sms(torch.device("cpu"), 133) == 133
-    with pytest.raises(shardweave.ArgumentError, match="num_sms: 133; allowed: 1 to 132, the SMs of cuda:0"):
+    with pytest.raises(ArgumentError, match="num_sms: 133; allowed: 1 to 132, the SMs of cuda:0"):
         num_sms(gpu, 133)
     monkeypatch.setenv("SHARDWEAVE_NUM_SMS", "200")
     assert num_sms(gpu, 7) == 7 and num_sms(torch.device("cpu")) == 200
-    with pytest.raises(shardweave.ArgumentError, match="SHARDWEAVE_NUM_SMS: 200; allowed: 1 to 132"):
+    with pytest.raises(ArgumentError, match="SHARDWEAVE_NUM_SMS: 200; allowed: 1 to 132"):
         num_sms(gpu)
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "half", "1.5"])
 def test_wrong_number_of_sms(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_NUM_SMS", given)
-    with pytest.raises(shardweave.ArgumentError, match=rf"SHARDWEAVE_NUM_SMS: '{given}'; allowed: .* above 0"):
+    with pytest.raises(ArgumentError, match=rf"SHARDWEAVE_NUM_SMS: '{given}'; allowed: .* above 0"):
         requested_sms()
 
 
@@ -196,7 +194,7 @@ def test_no_multicast_objects(given: str | None, monkeypatch: pytest.MonkeyPatch
     fake = SimpleNamespace(rendezvous=rendezvous)
     monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
     provider = TorchSymmetricMemory(BoundedStore(dist.HashStore()), 0, torch.device("cuda", 0), 5.0)
-    with pytest.raises(shardweave.TransportError, match=r"ranks \(0, 1\): of torch"):
+    with pytest.raises(TransportError, match=r"ranks \(0, 1\): of torch"):
         provider.join(torch.zeros(16, dtype=torch.uint8), {0: "", 1: ""}, f"multicast {given}")
     assert seen == ["1"] and os.environ.get(name) == given
 

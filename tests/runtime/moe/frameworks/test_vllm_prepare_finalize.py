@@ -20,10 +20,10 @@ from test_threads import advanced_in_turns
 from shardweave.errors import ArgumentError, UnsupportedError
 
 try:
-    from shardweave.runtime.moe.frameworks.vllm import VLLMPrepareFinalize
+    from shardweave.runtime.integrations.vllm import VLLMPrepareFinalize
 except ImportError:  # vLLM is there and cannot be imported, such as without a GPU
     sys.modules["vllm"] = None  # type: ignore[assignment]
-    from shardweave.runtime.moe.frameworks.vllm import VLLMPrepareFinalize
+    from shardweave.runtime.integrations.vllm import VLLMPrepareFinalize
 
     del sys.modules["vllm"]
 

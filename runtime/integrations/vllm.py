@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ....errors import ArgumentError, UnsupportedError
-from ...transports.choose_transport import TransportName
-from ..config import OF_ROWS, takes_settings
-from ..dispatcher import TokenDispatcher
+from ...errors import ArgumentError, UnsupportedError
+from ..moe.config import OF_ROWS, takes_settings
+from ..moe.dispatcher import TokenDispatcher
+from ..transports.choose_transport import TransportName
 
 
 class _Unregistered:

@@ -25,14 +25,14 @@ from ....kernels import MOST_K, PAYLOADS, uploaded
 from ....planner import Splits
 from ...executor.call import binding
 from ...executor.dispatch_modes import is_fake, under_modes
+from ...moe.autograd import note_written
+from ...moe.config import DispatchConfig, OverflowPolicy
+from ...moe.dispatch_record import DispatchRecord, Tokens, empty_record
+from ...moe.dispatcher import TokenDispatcher
+from ...moe.operations import DISPATCH, seen_by_modes
+from ...moe.overflow import LATEST, Overflow
+from ...moe.transfer.levels import with_splits
 from ...transports.choose_transport import TransportName
-from ..autograd import note_written
-from ..config import DispatchConfig, OverflowPolicy
-from ..dispatch_record import DispatchRecord, Tokens, empty_record
-from ..dispatcher import TokenDispatcher
-from ..operations import DISPATCH, seen_by_modes
-from ..overflow import LATEST, Overflow
-from ..transfer.levels import with_splits
 
 LAYOUTS = ("flat", "expert_major")
 Received = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

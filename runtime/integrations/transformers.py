@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ....errors import ArgumentError, UnsupportedError
-from ...transports.choose_transport import TransportName
-from ..config import OF_ROWS, takes_settings
-from ..dispatcher import TokenDispatcher
-from ..expert_placement import experts_of_shards
+from ...errors import ArgumentError, UnsupportedError
+from ..moe.config import OF_ROWS, takes_settings
+from ..moe.dispatcher import TokenDispatcher
+from ..moe.expert_placement import experts_of_shards
+from ..transports.choose_transport import TransportName
 
 IMPLEMENTATION = "shardweave"
 """The name in transformers' `ExpertsInterface`."""

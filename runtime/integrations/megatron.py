@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....errors import ArgumentError, UnsupportedError, shown
-from ...executor.call import binding
-from ...executor.dispatch_modes import hidden_from_modes
-from ...transports.choose_transport import TransportName
-from ..config import OF_ROWS, takes_settings
-from ..dispatcher import TokenDispatcher
-from ..routed import RoutedTokens
+from ...errors import ArgumentError, UnsupportedError, shown
+from ..executor.call import binding
+from ..executor.dispatch_modes import hidden_from_modes
+from ..moe.config import OF_ROWS, takes_settings
+from ..moe.dispatcher import TokenDispatcher
+from ..moe.routed import RoutedTokens
+from ..transports.choose_transport import TransportName
 
 _OF_MEGATRON = "num_experts", "top_k", "hidden", "layout", "expert_map", "dtype"
 
