@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import reprlib
 
+__all__ = [
+    "ArgumentError",
+    "CapacityError",
+    "DisagreementError",
+    "LayoutSyntaxError",
+    "MeetingTimeoutError",
+    "PeerError",
+    "ShardweaveError",
+    "TransportError",
+    "UnsupportedError",
+]
+
 _CONTEXT = 60  # characters of a layout's text that are shown on either side of an error
 
 

@@ -13,8 +13,9 @@ from ..bench.harness.writable import check_writable
 from ..bench.workloads.trace_cases import distinct
 from ..errors import ArgumentError, shown
 from ..planner import TOPOLOGIES
-from ..runtime import install, record
 from ..runtime.dtensor.fsdp import adapt_fsdp_when_first_used
+from ..runtime.install import install
+from ..runtime.tracing.record import record
 from ..runtime.tracing.recording import Recording
 from ..runtime.tracing.trace_file import Trace
 from .parsing import topology

@@ -9,9 +9,12 @@ import textwrap
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import shardweave
+from shardweave import checkpoint, errors
+from shardweave.integrations import autoparallel, megatron, spmd_types, torchtitan, transformers, vllm
 from shardweave.runtime.statistics import Redistribution, Statistics
 from shardweave.runtime.tracing.recording import Recording
 
@@ -22,8 +25,7 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "Redistribution",
         {
             "DTensors": (
-                "redistribute", "redistribute_batch", "redistribute_local_tensor", "ordered_redistribute_local_tensor",
-                "redistribute_spmd", "explain", "prepare", "prepare_redistribute",
+                "redistribute", "redistribute_batch", "explain", "prepare", "prepare_redistribute",
             ),
             "Shared memory": ("empty_cache", "pool_memory", "PoolMemory", "set_pool_limit"),
         },
@@ -52,8 +54,17 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "VirtualTokenDispatcher",
             ),
             "Balance": ("balance_experts", "BalancedExperts", "move_experts", "sum_replicas"),
-            "In models": ("ExpertParallel", "share_of_tokens", "whole_of_shares"),
-            "Other libraries": ("TorchtitanDispatcher", "generate_permute_indices"),
+            "In models": ("ExpertParallel", "shard_tokens", "gather_tokens", "generate_permute_indices"),
+        },
+    ),
+    "integrations": (
+        "Integrations",
+        {
+            "Redistribution": ("redistribute_spmd", "redistribute_local_tensor", "ordered_redistribute_local_tensor"),
+            "Token dispatch": (
+                "TorchtitanDispatcher", "token_dispatcher", "MegatronDispatcher", "use_megatron_dispatchers",
+                "VLLMPrepareFinalize", "shard_experts", "experts_forward",
+            ),
         },
     ),
     "tracing": (
@@ -75,6 +86,11 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
 }  # fmt: skip
 """File name to title and sections."""
+MODULES = (
+    shardweave, errors, shardweave.moe, shardweave.fsdp, checkpoint, shardweave.memory, shardweave.tracing,
+    autoparallel, spmd_types, torchtitan, megatron, vllm, transformers,
+)  # fmt: skip
+"""The public modules; `shardweave.integrations.token_switch` needs torch 2.15."""
 RESULTS = {kind.__name__: kind for kind in (Statistics, Redistribution, Recording)}
 """Types of results that are not exported by name."""
 
@@ -97,9 +113,10 @@ def reference() -> dict[str, str]:
     Raises:
         ValueError: a public name is in no section or in two, or has no docstring.
     """
+    public = _public()
     listed = [name for _, sections in PAGES.values() for names in sections.values() for name in names]
-    if sorted(listed) != sorted({*shardweave.__all__, *RESULTS}):
-        raise ValueError(f"listed once, or to be: {sorted(set(listed) ^ {*shardweave.__all__, *RESULTS})}, {listed}")
+    if sorted(listed) != sorted({*public, *RESULTS}):
+        raise ValueError(f"listed once, or to be: {sorted(set(listed) ^ {*public, *RESULTS})}, {listed}")
     found = {"index.md": _index()}
     for page, (title, sections) in PAGES.items():
         parts = [f"# {title}\n", "From the docstrings. [All pages of the reference](index.md).\n"]
@@ -107,16 +124,28 @@ def reference() -> dict[str, str]:
             parts.append(f"## {section}\n")
             parts.append(_wrapped(" · ".join(f"[`{name}`](#{name.lower()})" for name in names)) + "\n")
             for name in names:
-                parts += _entry(name, RESULTS.get(name) or getattr(shardweave, name))
+                owner = public.get(name)
+                parts += _entry(name, RESULTS[name] if owner is None else getattr(owner, name), owner)
         found[f"{page}.md"] = re.sub("\n{3,}", "\n\n", "\n".join(parts))
     return found
+
+
+def _public() -> dict[str, ModuleType]:
+    """The public names and the modules that have them, the package itself first."""
+    owners: dict[str, ModuleType] = {}
+    for module in MODULES:
+        for name in module.__all__:
+            if not inspect.ismodule(getattr(module, name, None)):
+                owners.setdefault(name, module)
+    return owners
 
 
 def _index() -> str:
     parts = [
         "# API reference\n",
-        "`make docs` writes these pages from the docstrings. All names are attributes of the package, as in\n"
-        f"`shardweave.plan`; {', '.join(f'`{name}`' for name in RESULTS)} are types of results and not exported.\n",
+        "`make docs` writes these pages from the docstrings. A name is an attribute of `shardweave`, or of\n"
+        "the module that its entry states; "
+        f"{', '.join(f'`{name}`' for name in RESULTS)} are types of results and not exported.\n",
     ]
     for page, (title, sections) in PAGES.items():
         parts.append(f"## [{title}]({page}.md)\n")
@@ -131,8 +160,10 @@ def _wrapped(text: str, indent: str = "") -> str:
     return textwrap.fill(text, _LONGEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _entry(name: str, thing: Any) -> Iterator[str]:
+def _entry(name: str, thing: Any, owner: ModuleType | None) -> Iterator[str]:
     yield f"### `{name}`\n"
+    if owner not in (None, shardweave):
+        yield f"In `{owner.__name__}`.\n"
     if inspect.isclass(thing):
         yield from _class(name, thing)
     elif callable(thing):

@@ -53,7 +53,7 @@ class Mixture(nn.Module):
         self.up, self.down = nn.Parameter(up[mine]), nn.Parameter(down[mine])
         self.router = router
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, shardweave.TokenLoad]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, shardweave.moe.TokenLoad]:
         weights, ids = route(x, self.router)
         routed = self.dispatcher.dispatch(x, ids, weights)
         ends = [0, *routed.offsets.tolist()]
@@ -85,7 +85,7 @@ def main() -> None:
     alone = [nn.Parameter(up.clone()), nn.Parameter(down.clone())]
     of_alone = torch.optim.Adam(alone, lr=1e-3)
 
-    def step() -> tuple[float, float, shardweave.TokenLoad]:
+    def step() -> tuple[float, float, shardweave.moe.TokenLoad]:
         """Return the loss of this rank's tokens, the seconds, and the load."""
         optimizer.zero_grad()
         dist.barrier()
@@ -93,7 +93,7 @@ def main() -> None:
         y, load = layer(tokens[dist.get_rank()])
         loss = functional.mse_loss(y, target[dist.get_rank()])
         loss.backward()
-        shardweave.sum_replicas(layer.dispatcher, [p.grad for p in parameters if p.grad is not None])
+        shardweave.moe.sum_replicas(layer.dispatcher, [p.grad for p in parameters if p.grad is not None])
         optimizer.step()
         dist.barrier()
         return loss.item(), time.perf_counter() - start, load
@@ -119,9 +119,9 @@ def main() -> None:
             print(f"{name}: pairs of ranks {text}; imbalance {load.imbalance.item():.2f}; "
                   f"{statistics.median(seconds) * 1e3:.1f} ms a step")  # fmt: skip
         if name == "experts in order":
-            plan = shardweave.balance_experts(load.per_source, EACH)
+            plan = shardweave.moe.balance_experts(load.per_source, EACH)
             state = [of[key] for of in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-            shardweave.move_experts(layer.dispatcher, plan.expert_map, [*parameters, *state])
+            shardweave.moe.move_experts(layer.dispatcher, plan.expert_map, [*parameters, *state])
             if dist.get_rank() == 0:
                 print(f"new map: {plan.expert_map}, imbalance {plan.imbalance:.2f} expected")
     layer.dispatcher.check()

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardweave
+from shardweave.checkpoint import LoadPlanner, SavePlanner
 
 SHAPE = (11, 6)  # 11 rows on 4 ranks: 3, 3, 3 and 2
 
@@ -37,12 +38,12 @@ def main() -> None:
 
     folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
     dist.broadcast_object_list(folder)
-    dcp.save({"weight": reordered}, checkpoint_id=folder[0], planner=shardweave.SavePlanner())
+    dcp.save({"weight": reordered}, checkpoint_id=folder[0], planner=SavePlanner())
 
     columns = filled_with_minus_one(distribute_tensor(whole, line, [Shard(1)]))
     rows = filled_with_minus_one(distribute_tensor(whole, grid, [Shard(0), Replicate()]))
     for name, target, planner in (
-        ("columns of 4 ranks", columns, shardweave.LoadPlanner()),
+        ("columns of 4 ranks", columns, LoadPlanner()),
         ("rows of 2, by torch's own planner", rows, dcp.DefaultLoadPlanner()),
     ):
         dcp.load({"weight": target}, checkpoint_id=folder[0], planner=planner)

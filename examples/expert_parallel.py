@@ -65,7 +65,7 @@ def main() -> None:
     whole = Block()
     whole.load_state_dict(block.state_dict())
     parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    style = shardweave.ExpertParallel(
+    style = shardweave.moe.ExpertParallel(
         top_k=TOP_K, hidden=HIDDEN, max_tokens=TOKENS, dtype=torch.float32, replicated_over=mesh["tp"]
     )
     parallelize_module(block, everyone, {"experts": style})

@@ -46,7 +46,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     rank = dist.get_rank()
     stock, ours = model_of(mesh), model_of(mesh)
-    shardweave.adapt_fsdp(ours)
+    shardweave.fsdp.adapt_fsdp(ours)
     losses = train(stock, rank), train(ours, rank)
     for name, parameter in ours.named_parameters():
         theirs = stock.get_parameter(name)

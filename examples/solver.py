@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import shardweave
+from shardweave.integrations.autoparallel import ordered_redistribute_local_tensor
 
 SHAPE = (24, 20)
 NODES = replace(shardweave.NVLINK_INFINIBAND, name="nodes of 2", node_size=2)
@@ -46,7 +47,7 @@ def main() -> None:
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     source, target = (DTensorSpec(mesh, placements, meta) for placements in (ACCEPTED["S0 S0"], ACCEPTED[chosen]))
     # In the source, mesh dim 1 cuts first. The target has the order of its spec, the default one.
-    moved = shardweave.ordered_redistribute_local_tensor(mine, source, target, source_order=(1, 0), topology=NODES)
+    moved = ordered_redistribute_local_tensor(mine, source, target, source_order=(1, 0), topology=NODES)
 
     expected = whole
     for at, placement in zip((dp, tp), ACCEPTED[chosen], strict=True):

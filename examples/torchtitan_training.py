@@ -152,7 +152,7 @@ def train(arguments: list[str], on_shardweave: bool, port: str) -> tuple[Any, ..
         for module in sharded:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         if on_shardweave and sharded:
-            shardweave.adapt_fsdp(part)
+            shardweave.fsdp.adapt_fsdp(part)
     losses: list[float] = []
     log = trainer.metrics_processor.log
 

@@ -59,7 +59,7 @@ class Block(nn.Module):
         with record_function("shared experts"):
             return x + functional.silu(x @ self.shared_up) @ self.shared_down
 
-    def experts(self, routed: shardweave.RoutedTokens) -> torch.Tensor:
+    def experts(self, routed: shardweave.moe.RoutedTokens) -> torch.Tensor:
         """Apply each group's expert to its rows. Rows past the last group are not initialised, and not read."""
         with record_function("experts"):
             hidden = functional.silu(torch._grouped_mm(routed.x, self.up, offs=routed.offsets))

@@ -31,6 +31,7 @@ from torch.fx import GraphModule
 from torch.nn.attention import SDPBackend
 
 import shardweave
+from shardweave.integrations.autoparallel import ordered_redistribute_local_tensor
 
 from ...errors import ArgumentError
 from ..harness.machine import provenance
@@ -127,7 +128,7 @@ def _applied(solver: Any, solution: Any, side: str) -> tuple[torch.nn.Module, di
     state.fw_metadata = copy.copy(before_compiling)  # torch changes it when it compiles
     options = SIDES[side]
     if side.endswith(_REPLACED):
-        setattr(applied, _REPLACED, shardweave.ordered_redistribute_local_tensor)
+        setattr(applied, _REPLACED, ordered_redistribute_local_tensor)
     graphs: list[GraphModule] = []
     compiler = solver.compiler_fn
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...runtime import TokenDispatcher
+from ...moe import TokenDispatcher
 from ...runtime.transports.choose_transport import TransportName
 
 TOP_K, EXPERTS = 4, 32

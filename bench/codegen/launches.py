@@ -52,8 +52,8 @@ from shardweave.kernels import (
 from shardweave.kernels.channel import Failure
 from shardweave.kernels.compare_words import WordComparison
 from shardweave.kernels.launch import Launches
+from shardweave.moe import DispatchOptions, VirtualTokenDispatcher
 from shardweave.planner import Program, plan
-from shardweave.runtime import DispatchOptions, VirtualTokenDispatcher
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.moe.activation import silu_and_mul

@@ -26,8 +26,8 @@ from shardweave.runtime.moe.options import DispatchOptions
 
 from ...errors import UnsupportedError
 from ...kernels import QuantizationName
+from ...moe import VirtualTokenDispatcher
 from ...planner import plan
-from ...runtime import VirtualTokenDispatcher
 from ...runtime.executor.simulate import bind_in_process
 from ...runtime.transports.in_process import InProcessTransport
 from ..baselines.stock_dtensor import held

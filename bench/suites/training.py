@@ -86,7 +86,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
     mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
     models = {side: build(Sizes(), mesh, seed=0) for side in SIDES}
-    shardweave.adapt_fsdp(models["shardweave"])  # FSDP2's gathers and reduce-scatters never call redistribute
+    shardweave.fsdp.adapt_fsdp(models["shardweave"])  # FSDP2's gathers and reduce-scatters never call redistribute
 
     def clip(model: Transformer) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)

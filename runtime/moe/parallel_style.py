@@ -19,7 +19,7 @@ from ..transports.choose_transport import TransportName
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards
 from .options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
-from .shares import share_of_tokens, whole_of_shares
+from .shard_tokens import gather_tokens, shard_tokens
 
 
 class ExpertParallel(ParallelStyle):
@@ -135,7 +135,7 @@ class _ExpertForward:
             raise ArgumentError(f"inputs: ({kinds}); allowed: x, topk_ids and topk_weights, local tensors")
         x, ids, weights = inputs
         if self._replicated_over is not None:
-            x, ids, weights = (share_of_tokens(i, self._replicated_over) for i in inputs)
+            x, ids, weights = (shard_tokens(i, self._replicated_over) for i in inputs)
         routed = self._dispatcher.dispatch(x, ids, weights)
         given: list[torch.Tensor | None] = [routed.x, routed.offsets]
         if self._lends:
@@ -143,4 +143,4 @@ class _ExpertForward:
         with routed.kept():
             output = self._experts(*given)
         y = self._dispatcher.combine(output, routed)
-        return y if self._replicated_over is None else whole_of_shares(y, self._replicated_over, len(inputs[0]))
+        return y if self._replicated_over is None else gather_tokens(y, self._replicated_over, len(inputs[0]))

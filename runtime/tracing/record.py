@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import ArgumentError
-from ..dtensor.install import bind_replacements, is_installed
+from ..install import bind_replacements, is_installed
 from .fsdp import record_fsdp
 from .recording import Recording, active, set_active
 from .trace_file import exception_text

@@ -221,7 +221,7 @@ def hour_ahead(rank: int) -> int:
     if rank in TWO[1]:
         read, read_ns = time.time, time.time_ns
         time.time, time.time_ns = lambda: read() + 3600.0, lambda: read_ns() + 3600 * 10**9
-    with shardweave.record(SHARED / "trace.json"):
+    with shardweave.tracing.record(SHARED / "trace.json"):
         return calls(rank, 1.0, 0.0, "dispatch")
 
 

@@ -26,6 +26,7 @@ from shardweave.bench.harness.hosts import Hosts
 from shardweave.bench.harness.link_bytes import bytes_received, least_bytes
 from shardweave.bench.harness.namespaces import SHARED
 from shardweave.bench.workloads import Workload
+from shardweave.checkpoint import LoadPlanner, SavePlanner
 from shardweave.runtime.transports.select import current_transports
 
 pytestmark = pytest.mark.multi
@@ -94,9 +95,9 @@ def checkpoints(rank: int, mesh_shape: tuple[int, ...]) -> None:
     for number, ((a, saved), (b, loaded)) in enumerate(zip(turns, turns[1:] + turns[:1], strict=True)):
         path = SHARED / f"checkpoint-{number}"
         state = {name: dtensor_of(x, a, saved) for name, x in tensors.items()}
-        dcp.save(state, checkpoint_id=path, planner=shardweave.SavePlanner())
+        dcp.save(state, checkpoint_id=path, planner=SavePlanner())
         into = {name: poisoned_dtensor(x, b, loaded) for name, x in tensors.items()}
-        dcp.load(into, checkpoint_id=path, planner=shardweave.LoadPlanner())
+        dcp.load(into, checkpoint_id=path, planner=LoadPlanner())
         assert all(is_right(into[name], x, b, loaded) for name, x in tensors.items()), (rank, saved, loaded)
 
 

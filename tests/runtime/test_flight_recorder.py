@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
-from shardweave.errors import ArgumentError, MeetingTimeoutError, UnsupportedError
+from shardweave.errors import ArgumentError, MeetingTimeoutError, TransportError, UnsupportedError
 from shardweave.runtime import flight_recorder
-from shardweave.runtime.dtensor.install import is_installed
 from shardweave.runtime.environment import flight_record_folder, requested_flight_records
 from shardweave.runtime.flight_recorder import dump_flight_records
+from shardweave.runtime.install import is_installed
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport, why_unsupported
 
 shared_memory_only = pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
@@ -227,7 +227,7 @@ def stuck(rank: int, folder: str, inside: bool) -> str:
         SharedMemoryTransport.answer = late  # type: ignore[method-assign]
     try:
         shardweave.redistribute(x, [Replicate()])
-    except shardweave.TransportError as error:
+    except TransportError as error:
         return str(error)
     return "no error"
 

@@ -161,8 +161,6 @@ def test_import_is_of_torch_itself_and_of_dtensor() -> None:
         before = set(sys.modules)
         import shardweave
         print(*sorted(set(sys.modules) - before), sep=chr(10))
-        for name in ("SavePlanner", "LoadPlanner", "checkpointable_tensor"):
-            assert getattr(shardweave, name) is getattr(shardweave.runtime, name)
         """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     imported = result.stdout.split()

@@ -104,7 +104,7 @@ def test_nested_and_repeated_install(loaded_here: Callable[..., Any]) -> None:
 def test_recorded_modules_get_torchs_functions_back(loaded_here: Callable[..., Any], tmp_path: Path) -> None:
     early = loaded_here("bound_before_record")
     torchs = bound(early)
-    with shardweave.record(tmp_path / "trace.json"):
+    with shardweave.tracing.record(tmp_path / "trace.json"):
         late = loaded_here("bound_while_recording")
         assert bound(early) == bound(late) != torchs
     assert bound(early) == bound(late) == torchs

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-import shardweave
+from shardweave.checkpoint import LoadPlanner, SavePlanner
 from shardweave.errors import ArgumentError, UnsupportedError
 
 pytestmark = pytest.mark.multi
@@ -160,7 +160,7 @@ def from_any_to_any(rank: int, base: str) -> int:
                 local = local.t().contiguous().t()
             tensors[f"t{number}"], saved[f"t{number}"] = x, dtensor_of(x, mesh, layout, local)
         path = f"{base}/{trial}"
-        dcp.save(saved, checkpoint_id=path, planner=shardweave.SavePlanner())
+        dcp.save(saved, checkpoint_id=path, planner=SavePlanner())
         for _ in range(2):
             targets = {}
             for name, x in tensors.items():
@@ -168,7 +168,7 @@ def from_any_to_any(rank: int, base: str) -> int:
                 targets[name] = (mesh, random_layout(random, mesh, x.ndim))
             sparse = {name: random.random() < 0.3 for name in tensors}
             state = {name: poisoned(tensors[name], *targets[name], sparse[name]) for name in tensors}
-            dcp.load(state, checkpoint_id=path, planner=shardweave.LoadPlanner())
+            dcp.load(state, checkpoint_id=path, planner=LoadPlanner())
             for name, x in tensors.items():
                 assert is_right(state[name], x, *targets[name]), (rank, saved[name], targets[name])
                 done += 1
@@ -182,8 +182,8 @@ def test_save_and_load_in_any_layout(tmp_path: Path) -> None:
 def with_torchs_planners(rank: int, base: str) -> int:
     meshes, random, done = list(meshes_of_all_kinds().values()), Random(11), 0
     for ours_saves in (True, False):
-        saver = shardweave.SavePlanner() if ours_saves else dcp.DefaultSavePlanner()
-        loader = dcp.DefaultLoadPlanner() if ours_saves else shardweave.LoadPlanner()
+        saver = SavePlanner() if ours_saves else dcp.DefaultSavePlanner()
+        loader = dcp.DefaultLoadPlanner() if ours_saves else LoadPlanner()
         tensors, saved = {}, {}
         for number in range(50):
             x, mesh = whole(random.choice(SHAPES), random.choice(DTYPES)), random.choice(meshes)
@@ -216,8 +216,8 @@ def torchs_mistakes(rank: int, base: str) -> list[Any]:
     """Whether torch's planners, then shardweave's, load layouts correctly that torch's do not support."""
     mesh, x, found = init_device_mesh("cpu", (2, 2)), whole((16, 3), torch.float32), []
     for ours in (False, True):
-        saver = shardweave.SavePlanner if ours else dcp.DefaultSavePlanner
-        loader = shardweave.LoadPlanner if ours else dcp.DefaultLoadPlanner
+        saver = SavePlanner if ours else dcp.DefaultSavePlanner
+        loader = LoadPlanner if ours else dcp.DefaultLoadPlanner
         for name, layout in (("order", REVERSED), ("strided", STRIDED), ("torch's order", TORCH_SPELLING)):
             path, state = f"{base}/{ours}{name}", {"w": torch.zeros_like(x)}
             given = {"w": dtensor_of(x, mesh, layout)}
@@ -242,7 +242,7 @@ def test_shard_orders_that_torch_planners_get_wrong(tmp_path: Path) -> None:
         assert found[6:] == [True] * 6
 
 
-class Counting(shardweave.LoadPlanner):
+class Counting(LoadPlanner):
     reads = 0
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
@@ -271,7 +271,7 @@ def chunks(rank: int, base: str) -> None:
         path, state = f"{base}/{number}", {"w": dtensor_of(x, on, layout)}
         # Twice: the second time with the cached plan.
         for _ in range(2):
-            dcp.save(state, checkpoint_id=path, planner=shardweave.SavePlanner(enable_plan_caching=True))
+            dcp.save(state, checkpoint_id=path, planner=SavePlanner(enable_plan_caching=True))
             assert chunks_of(path) == expected, (layout, chunks_of(path))
         count = 0 if on.get_coordinate() is None else len(expected)
         into, planner = poisoned(x, mesh, STRIDED), Counting()
@@ -294,25 +294,25 @@ def refusals(rank: int, base: str) -> None:
         layout = LayoutCase((Partial(op), Shard(0)), ((1, 0, 1),))
         state = {"layer": {"good": dtensor_of(x, mesh, REVERSED), "odd": dtensor_of(x, mesh, layout)}}
         path = f"{base}/{op}"
-        message = refusal(dcp.save, state, path, shardweave.SavePlanner())
+        message = refusal(dcp.save, state, path, SavePlanner())
         assert message.startswith(f"{UnsupportedError.__name__}: layer.odd: P") and "redistribute" in message, message
         assert not list(Path(path).glob("*"))
         dcp.save({"layer": {"good": x, "odd": x}}, checkpoint_id=path)
-        message = refusal(dcp.load, state, path, shardweave.LoadPlanner())
+        message = refusal(dcp.load, state, path, LoadPlanner())
         assert message.startswith(f"{UnsupportedError.__name__}: layer.odd: P"), message
 
     writer = dcp.HuggingFaceStorageWriter(f"{base}/safetensors", save_distributed=True)
     with pytest.raises(CheckpointException, match="w: this rank's shard has 2 boxes, and safetensors files hold one"):
         strided = dtensor_of(x, mesh, by_view(Shard(1), _StridedShard(0, split_factor=2)))
-        dcp.save({"w": strided}, storage_writer=writer, planner=shardweave.SavePlanner())
+        dcp.save({"w": strided}, storage_writer=writer, planner=SavePlanner())
 
     wrong = dtensor_of(x, mesh, plain(Shard(0), Replicate()), x[:3])
     path = f"{base}/shape"
-    message = refusal(dcp.save, {"w": wrong}, path, shardweave.SavePlanner())
+    message = refusal(dcp.save, {"w": wrong}, path, SavePlanner())
     assert message.startswith(f"{ArgumentError.__name__}: w: the local tensor has shape (3, 6)"), message
-    dcp.save({"w": dtensor_of(x, mesh, REVERSED)}, checkpoint_id=path, planner=shardweave.SavePlanner())
+    dcp.save({"w": dtensor_of(x, mesh, REVERSED)}, checkpoint_id=path, planner=SavePlanner())
     other = poisoned(whole((4, 7), torch.float32), mesh, REVERSED)
-    message = refusal(dcp.load, {"w": other}, path, shardweave.LoadPlanner())
+    message = refusal(dcp.load, {"w": other}, path, LoadPlanner())
     assert message.startswith("ValueError: Size mismatch"), message
 
     dist.barrier()
@@ -322,7 +322,7 @@ def refusals(rank: int, base: str) -> None:
         (Path(path) / ".metadata").write_bytes(pickle.dumps(metadata))
     dist.barrier()
     into = poisoned(x, mesh, plain(Replicate(), Replicate()))
-    message = refusal(dcp.load, {"w": into}, path, shardweave.LoadPlanner())
+    message = refusal(dcp.load, {"w": into}, path, LoadPlanner())
     assert message == f"{ArgumentError.__name__}: w: the checkpoint has 18 of the 24 elements of this rank's shard", (
         message
     )
@@ -345,14 +345,14 @@ def whole_states(rank: int, base: str) -> None:
     mesh, x = init_device_mesh("cpu", (2, 2)), whole((5, 4), torch.float32)
     # torch.nn.Parameter drops a shard order, so one parameter has torch's spelling; the other is a plain DTensor.
     saved = trained(x, mesh, TORCH_SPELLING) | {"ordered": dtensor_of(x, mesh, REVERSED)}
-    dcp.async_save(saved, checkpoint_id=base, planner=shardweave.SavePlanner()).result()
+    dcp.async_save(saved, checkpoint_id=base, planner=SavePlanner()).result()
 
     state = trained(x * 0, mesh, STRIDED) | {"step": 0, "names": ["b", x * 0], "model": {"plain": x * 0}}
     # On the meta device the layout includes the shard order.
     for name, layout in (("w", TORCH_SPELLING), ("ordered", REVERSED)):
         empty = dtensor_of(x, mesh, layout, cut(x, mesh, layout).to("meta"))
         (state if name == "ordered" else state["model"])[name] = empty
-    dcp.load(state, checkpoint_id=base, planner=shardweave.LoadPlanner())
+    dcp.load(state, checkpoint_id=base, planner=LoadPlanner())
     assert state["ordered"]._spec.shard_order == saved["ordered"]._spec.shard_order
     assert is_right(state["ordered"], x, mesh, REVERSED)
     assert state["model"]["w"].placements == TORCH_SPELLING.placements
@@ -374,11 +374,11 @@ def many(rank: int, base: str) -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shardweave.runtime.dtensor.distributed_checkpoint").addHandler(handler)
     layout = by_view(_StridedShard(0, split_factor=1050))
-    dcp.save({"w": dtensor_of(x, mesh, layout)}, checkpoint_id=base, planner=shardweave.SavePlanner())
+    dcp.save({"w": dtensor_of(x, mesh, layout)}, checkpoint_id=base, planner=SavePlanner())
     into = {"w": poisoned(x, mesh, plain(Shard(0)))}
-    dcp.load(into, checkpoint_id=base, planner=shardweave.LoadPlanner())
+    dcp.load(into, checkpoint_id=base, planner=LoadPlanner())
     assert is_right(into["w"], x, mesh, plain(Shard(0)))
-    dcp.save(into, checkpoint_id=base + "/plain", planner=shardweave.SavePlanner())
+    dcp.save(into, checkpoint_id=base + "/plain", planner=SavePlanner())
     again, planner = {"w": poisoned(x, mesh, layout)}, Counting()
     dcp.load(again, checkpoint_id=base + "/plain", planner=planner)
     assert is_right(again["w"], x, mesh, layout) and planner.reads == 2

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import shardweave
+from shardweave.checkpoint import LoadPlanner, SavePlanner, checkpointable_tensor
 from shardweave.errors import ArgumentError, UnsupportedError
 
 needs_protocol = pytest.mark.skipif(
@@ -63,7 +63,7 @@ def test_fields_equal_brute_force(with_protocol: None) -> None:
         x = torch.arange(torch.Size(shape).numel()).reshape(shape)
         layout = random_layout(random, mesh, len(shape)) if shape else plain(*[Replicate()] * mesh.ndim)
         expected = cut(x, mesh, layout)
-        local = shardweave.checkpointable_tensor(dtensor_of(x, mesh, layout))
+        local = checkpointable_tensor(dtensor_of(x, mesh, layout))
         assert local.global_shape == shape and local.equal(expected)
         found = torch.full_like(expected, -1)
         boxes = list(zip(local.global_offsets, local.local_offsets, local.local_sizes, strict=True))
@@ -82,7 +82,7 @@ def test_shares_memory_and_leaves_the_dtensor_alone(with_protocol: None) -> None
     mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=1)
     x = whole((5, 3), torch.float32)
     parameter = torch.nn.Parameter(dtensor_of(x, mesh, plain(Shard(0))))
-    local = shardweave.checkpointable_tensor(parameter)
+    local = checkpointable_tensor(parameter)
     assert not local.requires_grad and local.data_ptr() == parameter.to_local().data_ptr()
     local.fill_(7)
     assert (parameter.to_local() == 7).all()
@@ -95,7 +95,7 @@ def test_versions_without_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
     tensor = dtensor_of(whole((3,), torch.float32), mesh, plain(Shard(0)))
     with pytest.raises(UnsupportedError, match="has no CheckpointableTensor; allowed: torch 2.15 or newer"):
-        shardweave.checkpointable_tensor(tensor)
+        checkpointable_tensor(tensor)
 
 
 @pytest.mark.plan
@@ -104,26 +104,30 @@ def test_unsupported_tensors_raise(with_protocol: None) -> None:
     x = whole((5, 3), torch.float32)
     for wrong in (x, None):
         with pytest.raises(ArgumentError, match="tensor: a (Tensor|NoneType); allowed: a DTensor"):
-            shardweave.checkpointable_tensor(wrong)
+            checkpointable_tensor(wrong)
     for tensor, error, text in (
         (dtensor_of(x, mesh, plain(Partial())), UnsupportedError, "tensor: P is partial; redistribute it"),
         (dtensor_of(x, mesh, plain(Shard(0)), x.to("meta")), ArgumentError, "tensor: on the meta device"),
         (dtensor_of(x, mesh, plain(Shard(0)), x), ArgumentError, r"tensor: the local tensor has shape \(5, 3\)"),
     ):
         with pytest.raises(error, match=text):
-            shardweave.checkpointable_tensor(tensor)
+            checkpointable_tensor(tensor)
     listing = dtensor_of(x, mesh, plain(Shard(0)))
     listing._local_tensor.__create_chunk_list__ = list  # as torchrec's local shards do
     with pytest.raises(ArgumentError, match="tensor: its local tensor, a Tensor, lists its own chunks"):
-        shardweave.checkpointable_tensor(listing)
+        checkpointable_tensor(listing)
 
 
 # Saved and loaded.
 
 WAYS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[DTensor], Any]]] = {
-    "torch": (dcp.DefaultSavePlanner, dcp.DefaultLoadPlanner, lambda x: shardweave.checkpointable_tensor(x)),
-    "both": (shardweave.SavePlanner, shardweave.LoadPlanner, lambda x: shardweave.checkpointable_tensor(x)),
-    "shardweave": (shardweave.SavePlanner, shardweave.LoadPlanner, lambda x: x),
+    "torch": (dcp.DefaultSavePlanner, dcp.DefaultLoadPlanner, lambda x: checkpointable_tensor(x)),
+    "both": (
+        SavePlanner,
+        LoadPlanner,
+        lambda x: checkpointable_tensor(x),
+    ),
+    "shardweave": (SavePlanner, LoadPlanner, lambda x: x),
 }
 """Planners, and the form in which a state dict holds a DTensor."""
 
@@ -179,17 +183,17 @@ def same_chunks(rank: int, base: str) -> None:
         assert chunks[0] == chunks[1] == chunks[2], (layout, chunks)
     # What async_save saves is a copy.
     given = dtensor_of(x, mesh, STRIDED)
-    future = dcp.async_save({"w": shardweave.checkpointable_tensor(given)}, checkpoint_id=f"{base}/async")
+    future = dcp.async_save({"w": checkpointable_tensor(given)}, checkpoint_id=f"{base}/async")
     future.result()
     into = poisoned(x, mesh, REVERSED)
-    dcp.load({"w": into}, checkpoint_id=f"{base}/async", planner=shardweave.LoadPlanner())
+    dcp.load({"w": into}, checkpoint_id=f"{base}/async", planner=LoadPlanner())
     assert is_right(into, x, mesh, REVERSED)
     # Nested, and beside DTensors.
-    state = {"model": {"w": shardweave.checkpointable_tensor(given), "d": given}, "step": 3}
-    dcp.save(state, checkpoint_id=f"{base}/nested", planner=shardweave.SavePlanner())
+    state = {"model": {"w": checkpointable_tensor(given), "d": given}, "step": 3}
+    dcp.save(state, checkpoint_id=f"{base}/nested", planner=SavePlanner())
     into, other = poisoned(x, pair, plain(Shard(1))), poisoned(x, mesh, REVERSED)
-    state = {"model": {"w": shardweave.checkpointable_tensor(into), "d": other}, "step": 0}
-    dcp.load(state, checkpoint_id=f"{base}/nested", planner=shardweave.LoadPlanner())
+    state = {"model": {"w": checkpointable_tensor(into), "d": other}, "step": 0}
+    dcp.load(state, checkpoint_id=f"{base}/nested", planner=LoadPlanner())
     assert is_right(into, x, pair, plain(Shard(1))) and is_right(other, x, mesh, REVERSED) and state["step"] == 3
     assert words(given.to_local()).equal(words(cut(x, mesh, STRIDED)))
     dist.barrier()

@@ -18,6 +18,7 @@ from test_spmd_types import Outcome, outcome, same, values
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardweave
+from shardweave.integrations.spmd_types import redistribute_spmd
 
 if importlib.util.find_spec("spmd_types"):
     import spmd_types as spmd
@@ -88,7 +89,7 @@ class Axis(Enum):
 def of_several_axes(rank: int) -> None:
     shardweave.install()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    redistribute, group = shardweave.redistribute_spmd, mesh.get_group("a")
+    redistribute, group = redistribute_spmd, mesh.get_group("a")
     x = values(rank // 2, 4, 4)
     assert_carried(lambda x: redistribute(x, mesh, {"a": P, "b": S(0)}, {"a": S(1), "b": R}), x, 2)
     assert_carried(lambda x: redistribute(x, mesh, {group: R, Axis.B: S(0)}, {group: P, Axis.B: S(1)}), x, 2)
@@ -137,8 +138,8 @@ def graphs_of_ranks(rank: int) -> list[list[tuple[str, ...]]]:
     ab, ba = (SpmdType(dict.fromkeys("ab", V), PartitionSpec(axes)) for axes in (("a", "b"), ("b", "a")))
 
     def reordered(x: torch.Tensor) -> torch.Tensor:
-        y = shardweave.redistribute_spmd(x * 2, mesh, ab, ba).square()
-        return shardweave.redistribute_spmd(y, mesh, ba, dict.fromkeys("ab", R))
+        y = redistribute_spmd(x * 2, mesh, ab, ba).square()
+        return redistribute_spmd(y, mesh, ba, dict.fromkeys("ab", R))
 
     uneven = {"axis": dist.group.WORLD, "split_sizes": [1, 1, 0, 0]}
     return [

@@ -37,6 +37,7 @@ from variants import crossed
 
 import shardweave
 from shardweave.errors import UnsupportedError
+from shardweave.integrations.autoparallel import redistribute_local_tensor
 
 pytestmark = pytest.mark.multi
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -283,7 +284,7 @@ def sharded_as_well(rank: int) -> None:
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no AVG
         if ours:
-            shardweave.adapt_fsdp(model)
+            shardweave.fsdp.adapt_fsdp(model)
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
         with shardweave.installed() if ours else _NONE:
             model(distribute_tensor(x, mesh["tp"], [S0], src_data_rank=None)).square().sum().backward()
@@ -408,7 +409,7 @@ def what_modes_see(rank: int) -> None:
             average = DTensorSpec(mesh, (Partial("avg"),), TensorMeta((6, 2), (2, 1), torch.float32))
             replicated = DTensorSpec(mesh, (R,), average.tensor_meta)
             local = torch.ones(6, 2)
-            assert shardweave.redistribute_local_tensor(local, replicated, average).data_ptr() != local.data_ptr()
+            assert redistribute_local_tensor(local, replicated, average).data_ptr() != local.data_ptr()
         assert not stats.delegations
         calls = stats.calls.total()
         with CommDebugMode() as counted:
@@ -447,10 +448,10 @@ def what_modes_see(rank: int) -> None:
         with pytest.raises(UnsupportedError, match="a fake tensor mode is"):
             shardweave.prepare_redistribute(x, [S1])
     assert shardweave.redistribute(x, [S1]).full_tensor().equal(x.full_tensor())
-    shardweave.FSDPAllGather()(torch.empty(4), torch.ones(2), dist.group.WORLD)
+    shardweave.fsdp.FSDPAllGather()(torch.empty(4), torch.ones(2), dist.group.WORLD)
     with Recorder() as seen:
         out = torch.empty(4)
-        shardweave.FSDPAllGather()(out, torch.full((2,), float(rank)), dist.group.WORLD)
+        shardweave.fsdp.FSDPAllGather()(out, torch.full((2,), float(rank)), dist.group.WORLD)
         seen.seen.pop("aten.empty.memory_format")
         seen.seen.pop("aten.full.default")
     assert not seen.seen and out.tolist() == [0, 0, 1, 1]

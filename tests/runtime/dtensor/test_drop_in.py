@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardweave
 from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError
+from shardweave.integrations.autoparallel import ordered_redistribute_local_tensor
 
 pytestmark = pytest.mark.multi
 TWICE = hasattr(torch_redistribute, "NestedRedistribute")  # whether torch's own is differentiable twice
@@ -328,7 +329,7 @@ def ordered(rank: int) -> None:
                 orders.append({p.dim: (m,) for m, p in enumerate(placements) if p.is_shard()})
                 given.append(draw.choice([None, first]))
         local = cut(x, mesh, orders[0]).requires_grad_(draw.random() < 0.5)
-        got = shardweave.ordered_redistribute_local_tensor(local, *specs, *given)
+        got = ordered_redistribute_local_tensor(local, *specs, *given)
         assert type(got) is torch.Tensor and got.equal(cut(x, mesh, orders[1])), (specs, given)
         if local.requires_grad:
             (got * got).sum().backward()
@@ -336,16 +337,16 @@ def ordered(rank: int) -> None:
     spec = DTensorSpec(mesh, (S0, S0), meta)
     for wrong in (3, {0: (0,)}, [1, 1], "ab"):
         with pytest.raises(ArgumentError, match="order: "):
-            shardweave.ordered_redistribute_local_tensor(cut(x, mesh, {0: (0, 1)}), spec, spec, wrong)
+            ordered_redistribute_local_tensor(cut(x, mesh, {0: (0, 1)}), spec, spec, wrong)
     with pytest.raises(ArgumentError, match="source_spec: .*; allowed: a DTensorSpec with tensor_meta"):
-        shardweave.ordered_redistribute_local_tensor(x, DTensorSpec(mesh, (S0, S0)), spec)
+        ordered_redistribute_local_tensor(x, DTensorSpec(mesh, (S0, S0)), spec)
     replicated, local = DTensorSpec(mesh, (R, R), meta), cut(x, mesh, {0: (0, 1)})
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode AD"):
         dual = forward_ad.make_dual(local, torch.ones_like(local))
-        shardweave.ordered_redistribute_local_tensor(dual, spec, replicated)
+        ordered_redistribute_local_tensor(dual, spec, replicated)
     with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.jvp(lambda y: shardweave.ordered_redistribute_local_tensor(y, spec, replicated), (local,), (local,))
-    assert shardweave.ordered_redistribute_local_tensor(local, spec, replicated).equal(x)
+        torch.func.jvp(lambda y: ordered_redistribute_local_tensor(y, spec, replicated), (local,), (local,))
+    assert ordered_redistribute_local_tensor(local, spec, replicated).equal(x)
 
 
 def test_ordered_redistribute_local_tensor() -> None:

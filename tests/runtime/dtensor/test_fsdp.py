@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from variants import crossed
 
 import shardweave
+from shardweave.errors import ArgumentError, TransportError, UnsupportedError
 
 pytestmark = pytest.mark.multi
 
@@ -73,7 +74,7 @@ def shard(mesh: DeviceMesh, policy: MixedPrecisionPolicy, sum_only: bool = False
 
 
 def adapted(model: Model) -> Model:
-    shardweave.adapt_fsdp(model)
+    shardweave.fsdp.adapt_fsdp(model)
     return model
 
 
@@ -195,7 +196,7 @@ def test_fsdp_options(transport: str) -> None:
 
 
 def collectives_alone(rank: int, transport: str) -> None:
-    gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
+    gather, scatter = shardweave.fsdp.FSDPAllGather(), shardweave.fsdp.FSDPReduceScatter()
     here = torch.device("cpu")
     groups = [dist.group.WORLD, *(dist.new_group(ranks) for ranks in ([0, 2, 3], [1]))]
     for group, dtype, n in product(groups, (torch.float32, torch.bfloat16, torch.float16, torch.float64), (0, 1, 257)):
@@ -231,16 +232,16 @@ def collectives_alone(rank: int, transport: str) -> None:
     assert set(shardweave.stats().calls) == {transport}
     x, y = torch.zeros(4), torch.zeros(1)
     for op in (dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.PREMUL_SUM):
-        with pytest.raises(shardweave.UnsupportedError, match=op.name):
+        with pytest.raises(UnsupportedError, match=op.name):
             scatter(y, x, dist.group.WORLD, op)
-    with pytest.raises(shardweave.UnsupportedError, match="avg"):
+    with pytest.raises(UnsupportedError, match="avg"):
         scatter(y.int(), x.int(), dist.group.WORLD, dist.ReduceOp.AVG)
-    with pytest.raises(shardweave.ArgumentError, match="4 times as large"):
+    with pytest.raises(ArgumentError, match="4 times as large"):
         gather(x[:3], y, dist.group.WORLD)
-    for change in (shardweave.adapt_fsdp, shardweave.restore_fsdp):
-        with pytest.raises(shardweave.ArgumentError, match="^module: 'model'; allowed: a torch.nn.Module$"):
+    for change in (shardweave.fsdp.adapt_fsdp, shardweave.fsdp.restore_fsdp):
+        with pytest.raises(ArgumentError, match="^module: 'model'; allowed: a torch.nn.Module$"):
             change("model")  # type: ignore[arg-type]
-        with pytest.raises(shardweave.ArgumentError, match="call fully_shard first"):
+        with pytest.raises(ArgumentError, match="call fully_shard first"):
             change(made())
 
 
@@ -265,8 +266,8 @@ def on_a_backend_without_transports(rank: int) -> str:
     for part, size in ((model[0], 1), (model[1], 2)):  # the first alone could be adapted
         fully_shard(part, mesh=DeviceMesh("cpu", list(range(size))))
     before = comms_of(model)
-    with pytest.raises(shardweave.UnsupportedError) as caught:
-        shardweave.adapt_fsdp(model)
+    with pytest.raises(UnsupportedError) as caught:
+        shardweave.fsdp.adapt_fsdp(model)
     assert comms_of(model) == before
     return str(caught.value)
 
@@ -330,10 +331,10 @@ def parameters_on_several_meshes(rank: int) -> None:
     assert not shardweave.stats().calls
     model = shard_experts(mesh)
     before = comms_of(model)
-    shardweave.adapt_fsdp(model)
+    shardweave.fsdp.adapt_fsdp(model)
     ours = comms_of(model)
-    assert {type(comm) for comm in ours} == {shardweave.FSDPAllGather, shardweave.FSDPReduceScatter}
-    shardweave.adapt_fsdp(model[0])  # a second call has no effect
+    assert {type(comm) for comm in ours} == {shardweave.fsdp.FSDPAllGather, shardweave.fsdp.FSDPReduceScatter}
+    shardweave.fsdp.adapt_fsdp(model[0])  # a second call has no effect
     assert comms_of(model) == ours
     found = train(model, mine)
     # Five groups, gathered forward and backward and reduced.
@@ -342,18 +343,18 @@ def parameters_on_several_meshes(rank: int) -> None:
     assert difference(found, expected) == 0
 
     # A part, then the rest. A collective that was set since is kept.
-    shardweave.restore_fsdp(model[0])
+    shardweave.fsdp.restore_fsdp(model[0])
     assert comms_of(model)[:4] == before[:4] and comms_of(model)[4:] == ours[4:]
     own = DefaultReduceScatter()
     model[1].set_custom_reduce_scatter(own)
-    shardweave.restore_fsdp(model)
-    shardweave.restore_fsdp(model)
+    shardweave.fsdp.restore_fsdp(model)
+    shardweave.fsdp.restore_fsdp(model)
     assert comms_of(model) == [own if i == 5 else comm for i, comm in enumerate(before)]
     shardweave.stats().reset()
     train(model, mine)
     assert not shardweave.stats().calls
-    shardweave.adapt_fsdp(model)
-    shardweave.restore_fsdp(model)
+    shardweave.fsdp.adapt_fsdp(model)
+    shardweave.fsdp.restore_fsdp(model)
     assert comms_of(model)[5] is own
 
 
@@ -400,7 +401,7 @@ def numbers(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def however_tensors_lie(rank: int, transport: str) -> None:
-    gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
+    gather, scatter = shardweave.fsdp.FSDPAllGather(), shardweave.fsdp.FSDPReduceScatter()
     group, size = dist.group.WORLD, dist.get_world_size()
 
     def outputs(n: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -471,7 +472,7 @@ def test_collectives_of_strided_and_lazy_tensors(transport: str, size: int) -> N
 
 
 def refused_by_all_alike(rank: int, transport: str) -> None:
-    gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
+    gather, scatter = shardweave.fsdp.FSDPAllGather(), shardweave.fsdp.FSDPReduceScatter()
     group, size = dist.group.WORLD, dist.get_world_size()
     other = dist.new_group([1])
     n = 3
@@ -493,7 +494,7 @@ def refused_by_all_alike(rank: int, transport: str) -> None:
     for turn, (call, text) in enumerate(wrong):
         # A group without this rank has no known peers.
         if rank == 0 or not text.startswith("group"):
-            with pytest.raises(shardweave.ArgumentError, match=text):
+            with pytest.raises(ArgumentError, match=text):
                 call()
         out.fill_(-1)
         gather(out, x + turn, group)
@@ -509,7 +510,7 @@ def test_next_collective_works_after_all_ranks_refuse(transport: str) -> None:
 
 def refused_on_one_rank(rank: int, transport: str) -> str:
     """Rank 0 refuses an output, catches the error, and makes the next call with the same arguments."""
-    gather, group, size = shardweave.FSDPAllGather(), dist.group.WORLD, dist.get_world_size()
+    gather, group, size = shardweave.fsdp.FSDPAllGather(), dist.group.WORLD, dist.get_world_size()
     outcomes = []
     for turn in range(3):
         out = torch.full((3 * size,), -1.0)
@@ -518,7 +519,7 @@ def refused_on_one_rank(rank: int, transport: str) -> str:
             gather(given, torch.full((3,), float(rank + turn)), group)
             right = torch.equal(out, (torch.arange(size) + float(turn)).repeat_interleave(3))
             outcomes.append("right" if right else "wrong")
-        except (shardweave.ArgumentError, shardweave.TransportError) as error:
+        except (ArgumentError, TransportError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
     return "; ".join(outcomes)
 

@@ -52,7 +52,7 @@ class Layer(nn.Module):
 def refusal(model: nn.Module, name: str = "w") -> str:
     """The error of `adapt_fsdp` about the parameter of a name; empty if it accepts the model."""
     try:
-        shardweave.adapt_fsdp(model)
+        shardweave.fsdp.adapt_fsdp(model)
     except UnsupportedError as error:
         text = str(error)
         assert text.startswith(f"module: parameter {name!r}: it was (") and "; allowed: " in text

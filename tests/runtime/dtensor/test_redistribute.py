@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from variants import crossed
 
 import shardweave
+from shardweave.errors import ArgumentError, UnsupportedError
 
 pytestmark = pytest.mark.multi
 
@@ -278,7 +279,7 @@ def modes(rank: int, transport: str) -> None:
         y = shardweave.redistribute(x, target, transport=transport).to_local()
         (y * weight).sum().backward()
         assert weight.grad is not None and torch.equal(weight.grad, y)
-    with FakeTensorMode(), pytest.raises(shardweave.UnsupportedError, match="fake tensor mode"):
+    with FakeTensorMode(), pytest.raises(UnsupportedError, match="fake tensor mode"):
         shardweave.redistribute(x, [Replicate(), Replicate()], transport=transport)
     assert torch.equal(shardweave.redistribute(x, [Replicate(), Replicate()], transport=transport).to_local(), whole)
 
@@ -365,12 +366,12 @@ def layouts_in_other_forms(rank: int, transport: str) -> None:
         ([Shard(0)], "placements: 1 given for a mesh of 2 dims"),
     ):
         for call in (shardweave.redistribute, shardweave.explain, shardweave.prepare_redistribute):
-            with pytest.raises(shardweave.ArgumentError) as raised:
+            with pytest.raises(ArgumentError) as raised:
                 call(source, form, transport=transport)
             assert text in str(raised.value)
-    with pytest.raises(shardweave.ArgumentError, match="^shard_order: given together with the layout S0 S0"):
+    with pytest.raises(ArgumentError, match="^shard_order: given together with the layout S0 S0"):
         shardweave.redistribute(source, "S0 S0", shard_order={0: (1, 0)})
-    with pytest.raises(shardweave.ArgumentError, match="^topology: 'nvlinks'; allowed: a Topology, or None, or a name"):
+    with pytest.raises(ArgumentError, match="^topology: 'nvlinks'; allowed: a Topology, or None, or a name"):
         shardweave.redistribute(source, "S1 S0", topology="nvlinks")  # type: ignore[arg-type]
 
 
@@ -391,7 +392,7 @@ def wrong_under_install(rank: int) -> None:
             ([Shard(2), Replicate()], "placements: mesh dim 0 shards tensor dim 2; allowed: -2..1"),
         ):
             for requires_grad in (False, True):
-                with pytest.raises(shardweave.ArgumentError) as raised:
+                with pytest.raises(ArgumentError) as raised:
                     x.detach().requires_grad_(requires_grad).redistribute(placements=placements)
                 assert str(raised.value) == text
         assert x.redistribute(placements=[Replicate()] * 2).to_local().equal(whole_tensor((8, 6), torch.float32))

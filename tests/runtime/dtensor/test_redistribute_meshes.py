@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from variants import crossed
 
 import shardweave
-from shardweave.errors import ArgumentError
+from shardweave.errors import ArgumentError, TransportError
 
 pytestmark = pytest.mark.multi
 TRANSPORTS = ["shared_memory", "process_group"]
@@ -218,7 +218,7 @@ def one_disagrees(rank: int, transport: str) -> str:
     number = 2 if rank == 1 else 3
     try:
         shardweave.redistribute_batch([x] * number, [[Replicate()]] * number, transport=transport)
-    except shardweave.TransportError as error:
+    except TransportError as error:
         return type(error).__name__
     return "nothing"
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import shardweave
 from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.integrations.spmd_types import redistribute_spmd
 
 if importlib.util.find_spec("spmd_types"):
     import spmd_types as spmd
@@ -92,7 +93,7 @@ def against_dense(rank: int, shape: tuple[int, int], samples: int) -> int:
         mine, value = terms_of(1, shape, src, mesh)
         x = held(mine, src, mesh, orders[0]).requires_grad_()
         given = x.detach().clone()
-        y = shardweave.redistribute_spmd(x, mesh, typed(src, orders[0]), typed(dst, orders[1]), shape=shape)
+        y = redistribute_spmd(x, mesh, typed(src, orders[0]), typed(dst, orders[1]), shape=shape)
         assert total(y, dst, mesh).equal(held(value, dst, mesh, orders[1])), (src, dst, orders)
         assert x.equal(given) and (y.is_contiguous() or y.data_ptr() == x.data_ptr())
         # The gradient goes the other way: that of R is partial, that of P is replicated.
@@ -136,7 +137,7 @@ def against_spmd_types(rank: int, every: int) -> int:
                     if not one_call:
                         y = spmd.redistribute(y, groups[name], src=a, dst=b, backward_options={"op_dtype": y.dtype})
                 if one_call:
-                    y = shardweave.redistribute_spmd(x, mesh, typed(src), typed(dst))
+                    y = redistribute_spmd(x, mesh, typed(src), typed(dst))
                 y.backward(gradient)
                 results.append((y.detach(), x.grad))
         except AssertionError as error:
@@ -158,31 +159,31 @@ def one_exchange(rank: int, trace: str) -> None:
     x = numbers(rank, (4, 6))
     shardweave.stats().reset()
     src, dst = {Axis.A: S(0), Axis.B: P, "c": R}, {Axis.A: S(1), Axis.B: R, "c": S(0)}
-    with shardweave.record(trace) as recording:
-        shardweave.redistribute_spmd(x, mesh, src, dst)
+    with shardweave.tracing.record(trace) as recording:
+        redistribute_spmd(x, mesh, src, dst)
     ((entry, cost),) = recording.trace().redistributions.items()
     assert (entry.source, entry.target, entry.shape, cost.calls) == ("S0 P", "S1 R", (8, 6), 1), entry
-    shardweave.redistribute_spmd(x, mesh, {"a": S(0), "b": S(1)}, {"a": S(1), "b": S(0)})
+    redistribute_spmd(x, mesh, {"a": S(0), "b": S(1)}, {"a": S(1), "b": S(0)})
     ((request, _), kind) = next(iter(shardweave.stats().redistributions.items()))
     assert sum(shardweave.stats().calls.values()) == 2, (request, kind)
     # Axes whose type stays take no part, and other ranks need not call.
     if mesh.get_local_rank("a") == 0:
-        y = shardweave.redistribute_spmd(x, mesh, {"a": V, "b": S(0)}, {"a": V, "b": R})
+        y = redistribute_spmd(x, mesh, {"a": V, "b": S(0)}, {"a": V, "b": R})
         assert y.equal(torch.cat([numbers(r, (4, 6)) for r in (0, 1)]))
-        y = shardweave.redistribute_spmd(x, mesh, {"a": S(1), "b": P}, {"a": S(1), "b": R})
+        y = redistribute_spmd(x, mesh, {"a": S(1), "b": P}, {"a": S(1), "b": R})
         assert y.equal(numbers(0, (4, 6)) + numbers(1, (4, 6)))
     same = {"a": S(0), "b": R}
-    assert shardweave.redistribute_spmd(x, mesh, same, same) is x
-    half = shardweave.redistribute_spmd(x, mesh, same, same, forward_dtype=torch.bfloat16)
+    assert redistribute_spmd(x, mesh, same, same) is x
+    half = redistribute_spmd(x, mesh, same, same, forward_dtype=torch.bfloat16)
     assert half.dtype is torch.bfloat16
     x.requires_grad_()
-    y = shardweave.redistribute_spmd(
+    y = redistribute_spmd(
         x.T, mesh, {"a": S(1), "b": P}, {"a": R, "b": I}, forward_dtype=torch.float64, backward_dtype=torch.bfloat16
     )
     y.backward(torch.ones_like(y))
     assert y.dtype is torch.float64 and x.grad.dtype is torch.float32 and x.grad.equal(torch.full_like(x, 2.0))
     (gradient,) = torch.autograd.grad(
-        shardweave.redistribute_spmd(x, mesh, {"b": P}, {"b": R}).square().sum(), x, create_graph=True
+        redistribute_spmd(x, mesh, {"b": P}, {"b": R}).square().sum(), x, create_graph=True
     )
     gradient.sum().backward()  # differentiable twice
 
@@ -223,13 +224,13 @@ def wrong(rank: int) -> None:
         ("transport: 7", (x, mesh, {"a": R}, {"a": P}), {"transport": 7}),
     ]:
         with pytest.raises(ArgumentError, match=text):
-            shardweave.redistribute_spmd(*arguments, **options)
+            redistribute_spmd(*arguments, **options)
     with pytest.raises(UnsupportedError, match="do not ascend"):
         swapped = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("a", "b"))
-        shardweave.redistribute_spmd(x, swapped, {"b": S(0)}, {"b": R})
+        redistribute_spmd(x, swapped, {"b": S(0)}, {"b": R})
     with pytest.raises(UnsupportedError, match="x: torch.sparse_coo"):
-        shardweave.redistribute_spmd(x.to_sparse(), mesh, {"a": P}, {"a": R})
-    y = shardweave.redistribute_spmd(x + rank, mesh, {"a": P}, {"a": R})  # later calls work
+        redistribute_spmd(x.to_sparse(), mesh, {"a": P}, {"a": R})
+    y = redistribute_spmd(x + rank, mesh, {"a": P}, {"a": R})  # later calls work
     assert y.equal(torch.full((4, 3), float(2 * (rank % 2) + 2)))
 
 
@@ -245,17 +246,17 @@ def axes_by_group(rank: int) -> None:
     normalized = {name: spmd.normalize_axis(group) for name, group in groups.items()}
     src, dst = {"a": P, "b": S(0), "c": R}, {"a": S(0), "b": R, "c": P}
     x = numbers(rank, (4, 3))
-    want = shardweave.redistribute_spmd(x, mesh, src, dst)
+    want = redistribute_spmd(x, mesh, src, dst)
     for keys in (groups, normalized):
         types = [{keys[name]: kind for name, kind in given.items()} for given in (src, dst)]
-        assert shardweave.redistribute_spmd(x, mesh, *types).equal(want)
+        assert redistribute_spmd(x, mesh, *types).equal(want)
         order = SpmdType({keys["a"]: V, keys["b"]: V}, PartitionSpec((keys["b"], keys["a"])))
-        gathered = shardweave.redistribute_spmd(x, mesh, order, {keys["a"]: R, keys["b"]: R})
+        gathered = redistribute_spmd(x, mesh, order, {keys["a"]: R, keys["b"]: R})
         assert gathered.equal(torch.cat([numbers(r, (4, 3)) for r in (0, 2, 1, 3)]))
     with typecheck():
         spmd.assert_type(x, {groups["a"]: P, groups["b"]: R})
         own = spmd.get_local_type(x)
-        y = shardweave.redistribute_spmd(x, mesh, own, dict.fromkeys(own, R))
+        y = redistribute_spmd(x, mesh, own, dict.fromkeys(own, R))
         assert set(spmd.get_local_type(y).values()) == {R}
     assert y.equal(numbers(rank % 2, (4, 3)) + numbers(rank % 2 + 2, (4, 3)))
 
@@ -274,7 +275,7 @@ def flattened(rank: int, sizes: tuple[int, int, int], samples: int) -> None:
         order, axes = random.choice([(0, 1), (1, 0)]), (random.choice(["ac", group]), "b")
         mine, value = terms_of(1, shape, src, two_dims)
         x = held(mine, src, two_dims, order).requires_grad_()
-        y = shardweave.redistribute_spmd(x, mesh, typed(src, order, axes), typed(dst, order, axes), shape=shape)
+        y = redistribute_spmd(x, mesh, typed(src, order, axes), typed(dst, order, axes), shape=shape)
         assert total(y, dst, two_dims).equal(held(value, dst, two_dims, order)), (src, dst, order)
         there, back = (tuple(map(gradient_of, types)) for types in (dst, src))
         mine, value = terms_of(2, shape, there, two_dims)
@@ -288,11 +289,11 @@ def other_flattened(rank: int) -> None:
 
     mesh = init_device_mesh("cpu", (2, 2, 1, 1), mesh_dim_names=("a", "b", "c", "d"))
     x = numbers(rank, (4, 3))
-    want = shardweave.redistribute_spmd(x, mesh, {"a": P, "b": S(0)}, {"a": S(0), "b": R})
+    want = redistribute_spmd(x, mesh, {"a": P, "b": S(0)}, {"a": S(0), "b": R})
     for dims, name in ((("a", "b"), "ab"), (("b", "c"), "bc"), (("c", "d"), "cd")):
         mesh[dims]._flatten(name)
     # Mesh dims of one rank make no difference.
-    y = shardweave.redistribute_spmd(x, mesh, {"a": P, "bc": S(0), "cd": R}, {"a": S(0), Axis.B: R, "cd": S(1)})
+    y = redistribute_spmd(x, mesh, {"a": P, "bc": S(0), "cd": R}, {"a": S(0), Axis.B: R, "cd": S(1)})
     assert y.equal(want)
     x = numbers(rank, (4, 3))
     for text, on, src, dst in [
@@ -308,19 +309,19 @@ def other_flattened(rank: int) -> None:
         ("src: axis <.*ProcessGroup.*>; allowed: 'a', a flattened", mesh["a"], {dist.group.WORLD: P}, {}),
     ]:
         with pytest.raises(ArgumentError, match=text):
-            shardweave.redistribute_spmd(x, on, src, dst)
-    y = shardweave.redistribute_spmd(x, mesh["a", "b"], {dist.group.WORLD: P}, {dist.group.WORLD: R})
+            redistribute_spmd(x, on, src, dst)
+    y = redistribute_spmd(x, mesh["a", "b"], {dist.group.WORLD: P}, {dist.group.WORLD: R})
     assert y.equal(sum(numbers(r, (4, 3)) for r in range(4)))
     with typecheck():
         spmd.assert_type(x, {dist.group.WORLD: P})
-        y = shardweave.redistribute_spmd(x, mesh, {"ab": P}, {"ab": R})
+        y = redistribute_spmd(x, mesh, {"ab": P}, {"ab": R})
         assert spmd.get_axis_local_type(y, dist.group.WORLD) is R
     swapped = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("e", "f"))
     swapped["e", "f"]._flatten("ef")
-    y = shardweave.redistribute_spmd(x, swapped, {"ef": P}, {"ef": R})  # no shards
+    y = redistribute_spmd(x, swapped, {"ef": P}, {"ef": R})  # no shards
     assert y.equal(sum(numbers(r, (4, 3)) for r in range(4)))
     with pytest.raises(UnsupportedError, match="along 'ef' do not ascend"):
-        shardweave.redistribute_spmd(x, swapped, {"ef": S(0)}, {"ef": R})
+        redistribute_spmd(x, swapped, {"ef": S(0)}, {"ef": R})
 
 
 @pytest.mark.parametrize("sizes, samples", [((2, 1, 2), 30), pytest.param((2, 2, 2), 60, marks=pytest.mark.long)])
@@ -349,7 +350,7 @@ def checkpointed_in_another_order(rank: int, saved: bool) -> int:
     contexts = partial(create_selective_checkpoint_contexts, policy)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        return shardweave.redistribute_spmd(x * 1, mesh, src, dst).square()
+        return redistribute_spmd(x * 1, mesh, src, dst).square()
 
     y = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
     assert y.equal(whole.square()) and issued.count(gather) == 2  # one per axis
@@ -370,12 +371,12 @@ def type_checked(rank: int) -> None:
     x = numbers(rank, (4, 3)).requires_grad_()
     with spmd.set_current_mesh(mesh), typecheck():
         spmd.assert_type(x, {"a": P, "b": S(0)})
-        y = shardweave.redistribute_spmd(x, mesh, {"a": P, "b": S(0)}, {"a": S(0), "b": R})
+        y = redistribute_spmd(x, mesh, {"a": P, "b": S(0)}, {"a": S(0), "b": R})
         assert spmd.get_axis_local_type(y, "a") is V and spmd.get_axis_local_type(y, "b") is R
         with pytest.raises(spmd.SpmdTypeError):
-            shardweave.redistribute_spmd(x, mesh, {"a": R, "b": S(0)}, {"a": S(0), "b": R})
+            redistribute_spmd(x, mesh, {"a": R, "b": S(0)}, {"a": S(0), "b": R})
         with pytest.raises(ArgumentError, match="src: no type of axes"):
-            shardweave.redistribute_spmd(x, mesh, {"a": P}, {"a": R})
+            redistribute_spmd(x, mesh, {"a": P}, {"a": R})
         z = spmd.reinterpret(spmd.reinterpret(y.sum(), "a", src=V, dst=P), "b", src=R, dst=P, expert_mode=True)
         z.backward()
     assert x.grad.equal(torch.full_like(x, 2.0))

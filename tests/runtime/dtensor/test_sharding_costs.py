@@ -23,7 +23,8 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardweave
-from shardweave import NVLINK_INFINIBAND, NVLINK_NODE, ArgumentError, UnsupportedError
+from shardweave import NVLINK_INFINIBAND, NVLINK_NODE
+from shardweave.errors import ArgumentError, UnsupportedError
 from shardweave.planner import redistribute_cost as cost_on_mesh
 from shardweave.runtime.dtensor import sharding_costs
 

@@ -26,9 +26,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
+from shardweave.checkpoint import LoadPlanner, SavePlanner
 from shardweave.errors import UnsupportedError
 from shardweave.runtime.convert_specs import unordered_dims
-from shardweave.runtime.moe.shares import share_of_tokens
+from shardweave.runtime.moe.shard_tokens import shard_tokens
 
 pytestmark = pytest.mark.multi
 
@@ -216,7 +217,7 @@ def refusals(rank: int, path: str) -> None:
         lambda: shardweave.redistribute_batch([there, here], [[R], [R]]),
         lambda: shardweave.explain(here, [R]),
         lambda: shardweave.prepare_redistribute(here, [R]),
-        lambda: share_of_tokens(x, odd),
+        lambda: shard_tokens(x, odd),
         lambda: shardweave.redistribute(DTensor.from_local(x, rows, [R, S0], run_check=False), [S0, S0]),
     ]
     for call in calls:
@@ -225,7 +226,10 @@ def refusals(rank: int, path: str) -> None:
         assert REASON.fullmatch(str(raised.value))
     with shardweave.installed(), pytest.raises(UnsupportedError, match=REASON):
         there.redistribute(odd, [S0])
-    for action, planner in ((dcp_save, shardweave.SavePlanner()), (dcp_load, shardweave.LoadPlanner())):
+    for action, planner in (
+        (dcp_save, SavePlanner()),
+        (dcp_load, LoadPlanner()),
+    ):
         if action is dcp_load:
             dcp_save({"x": there}, checkpoint_id=path)
         with pytest.raises(CheckpointException) as failed:
@@ -258,7 +262,7 @@ def under_fsdp(rank: int) -> None:
         weight = model.weight.detach().clone()
         fully_shard(model, mesh=mesh)
         if adapted:
-            shardweave.adapt_fsdp(model)
+            shardweave.fsdp.adapt_fsdp(model)
         with shardweave.installed():
             model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
             assert model.weight.full_tensor().equal(weight)

@@ -33,8 +33,8 @@ X = torch.ones(4, 2)
         (lambda mesh: shardweave.explain(shard(mesh), [Replicate()]), "call init_process_group first"),
         (lambda mesh: shardweave.prepare_redistribute(shard(mesh), [Replicate()]), "call init_process_group first"),
         (lambda mesh: shardweave.redistribute_batch([shard(mesh)], [[Replicate()]]), "call init_process_group first"),
-        (lambda mesh: shardweave.share_of_tokens(X, mesh), "call init_process_group first"),
-        (lambda mesh: shardweave.whole_of_shares(X, mesh, 4), "call init_process_group first"),
+        (lambda mesh: shardweave.moe.shard_tokens(X, mesh), "call init_process_group first"),
+        (lambda mesh: shardweave.moe.gather_tokens(X, mesh, 4), "call init_process_group first"),
     ],
     ids=range(9),
 )
@@ -62,18 +62,18 @@ def wrong_arguments(rank: int) -> None:
         ),
         *(
             (
-                lambda n=n: shardweave.whole_of_shares(X, mesh, n),
+                lambda n=n: shardweave.moe.gather_tokens(X, mesh, n),
                 r"tokens: .*; allowed: a whole number from 0 to 2\*\*40",
             )
             for n in (-1, 4.0, 2**70)
         ),
-        (lambda: shardweave.whole_of_shares(X, mesh, 11), "y: 4 rows; allowed: [56], this rank's share of 11 "),
+        (lambda: shardweave.moe.gather_tokens(X, mesh, 11), "y: 4 rows; allowed: [56], this rank's share of 11 "),
         *(
-            (lambda m=m: shardweave.share_of_tokens(X, m), "mesh: .*; allowed: a 1-D DeviceMesh")
+            (lambda m=m: shardweave.moe.shard_tokens(X, m), "mesh: .*; allowed: a 1-D DeviceMesh")
             for m in (None, "tp", 2)
         ),
-        *((lambda m=m: shardweave.whole_of_shares(X, m, 8), "mesh: .*; allowed: a 1-D") for m in (None, "tp", 2)),
-        (lambda: shardweave.share_of_tokens([1], mesh), r"\[1\] instead of a tensor"),
+        *((lambda m=m: shardweave.moe.gather_tokens(X, m, 8), "mesh: .*; allowed: a 1-D") for m in (None, "tp", 2)),
+        (lambda: shardweave.moe.shard_tokens([1], mesh), r"\[1\] instead of a tensor"),
         *(
             (lambda g=g: shardweave.TokenDispatcher(g, **SETTINGS), "group_or_mesh: .*; allowed: a process group")
             for g in ("ep", 5, [0, 1])
@@ -85,7 +85,7 @@ def wrong_arguments(rank: int) -> None:
         with pytest.raises(ArgumentError, match=f"(?s){text}") as raised:
             call()
         assert len(str(raised.value)) < 500, number
-    assert shardweave.whole_of_shares(X * rank, mesh, 8).sum() == 8
+    assert shardweave.moe.gather_tokens(X * rank, mesh, 8).sum() == 8
 
 
 @pytest.mark.multi

@@ -54,7 +54,7 @@ class Boxes:
         shardweave.redistribute(asked[0][0], [Shard(1), Replicate()], device_mesh=self.other)
         x = dtensor(self.mesh, (7, 5), (Shard(0),)).requires_grad_()
         shardweave.redistribute(x, [Replicate()]).to_local().sum().backward()
-        gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
+        gather, scatter = shardweave.fsdp.FSDPAllGather(), shardweave.fsdp.FSDPReduceScatter()
         whole = gather.allocate((10,), dtype=torch.bfloat16, device=torch.device("cpu"))
         gather(whole, torch.ones(5, dtype=torch.bfloat16), dist.group.WORLD)
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):

@@ -98,7 +98,7 @@ class ThreadedLife(Life):
             world, num_experts=EXPERTS, top_k=K, hidden=HIDDEN, max_tokens=MOST, dtype=torch.float32,
             transport=transport,
         )  # fmt: skip
-        style = shardweave.ExpertParallel(
+        style = shardweave.moe.ExpertParallel(
             top_k=K, hidden=HIDDEN, max_tokens=MOST, dtype=torch.float32, transport=transport
         )
         self.module = parallelize_module(Experts(), world, style)

@@ -14,8 +14,8 @@ from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, 
 from rank_processes import end_ranks, run_ranks
 from test_processes import poisoned, raw
 
-from shardweave import move_experts, sum_replicas
 from shardweave.errors import ArgumentError, TransportError, UnsupportedError
+from shardweave.moe import move_experts, sum_replicas
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.options import DispatchOptions
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher

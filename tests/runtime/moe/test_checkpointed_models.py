@@ -109,10 +109,10 @@ def saved_copies(rank: int) -> None:
     x, ids, weights = torch.randn(T, large).to(DTYPE), torch.randint(0, E, (T, 1)), torch.rand(T, 1)
     held = {}
     for policy in ("nothing", "exchanges"):
-        before = shardweave.pool_memory().allocated
+        before = shardweave.memory.pool_memory().allocated
         with create_selective_checkpoint_contexts(policies()[policy])[0]:
             routed = d.dispatch(x, ids, weights)
-        held[policy] = shardweave.pool_memory().allocated - before
+        held[policy] = shardweave.memory.pool_memory().allocated - before
         assert int(routed.num_rows) == int(routed.counts.sum())
         del routed
     assert held["nothing"] >= T * large * 2 > held["exchanges"]
@@ -162,7 +162,7 @@ def test_torchtitans_debug_model_with_its_defaults() -> None:
         "--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel",
         "--parallelism.expert_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "1",
         "--training.disable_cuda_graphs", "--training.steps", "3",
-        "--override.imports", "shardweave.runtime.moe.torchtitan.token_dispatcher",
+        "--override.imports", "shardweave.runtime.integrations.torchtitan.token_dispatcher",
     ]  # fmt: skip
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -143,7 +143,7 @@ def test_explain_states_choice_and_bytes() -> None:
     (text, copies, by_default), _ = run_ranks(stated, 2)
     assert "once for each rank inside a node: requested" in text and "pooled_buffers" not in text, text
     assert "tokens fetched once by each rank" in text and copies == 0
-    c = shardweave.VirtualTokenDispatcher(2, **with_options(**SETTINGS)).config
+    c = shardweave.moe.VirtualTokenDispatcher(2, **with_options(**SETTINGS)).config
     # With even routing 5 experts of 3 on rank 0 and 2 on rank 1: all tokens have one on rank 0, 9 of 10 on rank 1.
     assert f"{12 * H * 2:,} {c.max_tokens * H * 2:>16,}  combine" in text, text
     assert "once for each expert inside a node: ranks share the memory" in by_default
@@ -157,5 +157,5 @@ def refused(rank: int) -> str:
 
 def test_unsupported_on_other_transports() -> None:
     with pytest.raises(UnsupportedError, match="virtual ranks have no windows"):
-        shardweave.VirtualTokenDispatcher(2, **with_options(**SETTINGS, dedupe=True))
+        shardweave.moe.VirtualTokenDispatcher(2, **with_options(**SETTINGS, dedupe=True))
     assert all("symmetric_memory" in text for text in run_ranks(refused, 2))

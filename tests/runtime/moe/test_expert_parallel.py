@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import ArgumentError, UnsupportedError
 from shardweave.runtime.dtensor.fsdp import adapt_fsdp
+from shardweave.runtime.integrations.torchtitan import TorchtitanDispatcher
 from shardweave.runtime.moe.parallel_style import ExpertParallel
-from shardweave.runtime.moe.shares import share_of_tokens, whole_of_shares
-from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
+from shardweave.runtime.moe.shard_tokens import gather_tokens, shard_tokens
 
 HIDDEN = 8
 
@@ -266,14 +266,14 @@ def beside_tensor_parallelism(rank: int) -> list[int]:
                 dist.all_reduce(local, group=mesh.get_group("tp"))
             assert_near(local, distribute_tensor(total, over, [Shard(0)]).to_local(), torch.float32, "matrices")
             seen = module.token_dispatcher.dispatch(*[
-                share_of_tokens(x, mesh["tp"]) for x in (mine.x, mine.ids, mine.weights)
+                shard_tokens(x, mesh["tp"]) for x in (mine.x, mine.ids, mine.weights)
             ])  # fmt: skip
             sent.append(int(seen.load().per_physical_expert.sum()))
             module.token_dispatcher.check()
     with pytest.raises(ArgumentError, match=r"y: 9 rows; allowed: [32], this rank's share of 5 tokens"):
-        whole_of_shares(torch.zeros(9, 1), mesh["tp"], 5)
+        gather_tokens(torch.zeros(9, 1), mesh["tp"], 5)
     with pytest.raises(ArgumentError, match="mesh: 2 dims; allowed: 1"):
-        share_of_tokens(torch.zeros(9, 1), mesh)
+        shard_tokens(torch.zeros(9, 1), mesh)
     with pytest.raises(ArgumentError, match="replicated_over: 3; allowed: a 1-D DeviceMesh, or None"):
         style(2, replicated_over=3)
     return sent

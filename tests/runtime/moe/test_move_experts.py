@@ -178,7 +178,7 @@ class Scale(nn.Module):
 
 def refused_and_disagreed(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    style = shardweave.ExpertParallel(top_k=1, hidden=4, max_tokens=8, dtype=torch.float32)
+    style = shardweave.moe.ExpertParallel(top_k=1, hidden=4, max_tokens=8, dtype=torch.float32)
     module = parallelize_module(Scale(), mesh, style)
     dispatcher = module.token_dispatcher
     ids, x = torch.arange(8)[:, None], torch.ones(8, 4)

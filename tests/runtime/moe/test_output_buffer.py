@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import shardweave
+from shardweave.errors import ArgumentError
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.statistics import stats
 
@@ -147,7 +148,7 @@ class Experts(nn.Module):
 def styled(rank: int, transport: str) -> None:
     mesh, experts = init_device_mesh("cpu", (3,)), Experts()
     settings = {name: value for name, value in SETTINGS.items() if name != "num_experts"}
-    style = shardweave.ExpertParallel(**with_options(**{**settings, "pooled_buffers": 2}, transport=transport))
+    style = shardweave.moe.ExpertParallel(**with_options(**{**settings, "pooled_buffers": 2}, transport=transport))
     parallelize_module(nn.ModuleDict({"experts": experts}), mesh, {"experts": style})
     t = given(rank, 2)
     want = experts(t.x, t.ids, t.weights)  # gradients are recorded: nothing is lent
@@ -182,5 +183,5 @@ def test_buffer_of_a_destroyed_dispatcher_is_refused() -> None:
     (routed,) = d.dispatch([torch.ones(3, 4)], [torch.zeros(3, 1, dtype=torch.int64)], [torch.ones(3, 1)])
     del d
     gc.collect()
-    with pytest.raises(shardweave.ArgumentError, match="destroyed"):
+    with pytest.raises(ArgumentError, match="destroyed"):
         routed.output_buffer()

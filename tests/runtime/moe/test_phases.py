@@ -125,7 +125,7 @@ def of_value(value: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.full((4, 8), value), torch.tensor([[0], [1], [2], [3]]), torch.ones(4, 1)
 
 
-def returned(d: TokenDispatcher, routed: shardweave.RoutedTokens) -> float:
+def returned(d: TokenDispatcher, routed: shardweave.moe.RoutedTokens) -> float:
     y = d.combine(routed.x, routed)
     assert (y == y[0, 0]).all()
     return float(y[0, 0])

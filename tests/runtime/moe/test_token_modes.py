@@ -406,12 +406,12 @@ def test_silu_and_mul_is_one_operator(layout: str) -> None:
     routed = case.dispatcher.dispatch(given[:n], given[2 * n :], given[n : 2 * n])[0]
     gate, up = (torch.rand(*routed.weights.shape, 6).requires_grad_() for _ in range(2))
     gradient = torch.ones(*routed.weights.shape, 6)
-    want = shardweave.silu_and_mul(gate, up, routed)
+    want = shardweave.moe.silu_and_mul(gate, up, routed)
     of_want = torch.autograd.grad(want, (gate, up), gradient)
     with Log() as log:
-        got = shardweave.silu_and_mul(gate, up, routed)
+        got = shardweave.moe.silu_and_mul(gate, up, routed)
         of_got = torch.autograd.grad(got, (gate, up), gradient)
-    assert log.seen == ["shardweave.silu_and_mul.default", "shardweave.silu_and_mul_backward.default"]
+    assert log.seen == ["shardweave.moe.silu_and_mul.default", "shardweave.silu_and_mul_backward.default"]
     number = int(routed.num_rows) if layout == "grouped" else len(want)
     assert torch.equal(got[:number], want[:number])
     assert all(torch.equal(a, b) for a, b in zip(of_got, of_want, strict=True))

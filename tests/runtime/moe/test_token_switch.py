@@ -15,8 +15,8 @@ from rank_processes import run_ranks
 from test_processes import poisoned
 from torch.distributed.device_mesh import init_device_mesh
 
-import shardweave
-from shardweave.runtime.moe.switch.engine import SwitchEngine
+from shardweave.integrations.token_switch import TokenSwitch
+from shardweave.runtime.integrations.token_switch.switch_engine import SwitchEngine
 
 THERE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 needs_token_switch = pytest.mark.skipif(not THERE, reason="needs torch 2.15, for torch.distributed._token_switch")
@@ -99,7 +99,7 @@ def most_rows(layout: str, size: int) -> int:
 
 
 def switch_of(experts: int, rows: int, group=None, **more):
-    return shardweave.TokenSwitch(group, experts, MOST, rows, 4 * H + 8, **more)
+    return TokenSwitch(group, experts, MOST, rows, 4 * H + 8, **more)
 
 
 def case(rank: int, switch, layout: str, experts: int, rows: int, routing: str, dtype: torch.dtype, seed: int) -> None:

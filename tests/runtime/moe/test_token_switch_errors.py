@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import end_ranks, run_ranks
 from test_token_switch import LAYOUTS, THERE, H, K, needs_token_switch, switch_of
 
-import shardweave
 from shardweave.errors import ArgumentError, CapacityError, DisagreementError
+from shardweave.integrations.token_switch import TokenSwitch
 
 
 @pytest.mark.plan
 @pytest.mark.skipif(THERE, reason="torch has torch.distributed._token_switch, with layouts")
 def test_name_is_absent_before_torch_2_15():
-    assert not hasattr(shardweave, "TokenSwitch") and "TokenSwitch" not in shardweave.__all__
-    with pytest.raises(AttributeError, match=r"TokenSwitch: torch is 2\.1.*; allowed: 2\.15 or newer"):
-        _ = shardweave.TokenSwitch
-    with pytest.raises(AttributeError, match="module 'shardweave' has no attribute 'token_switch'"):
-        _ = shardweave.token_switch
+    with pytest.raises(ImportError, match=r"TokenSwitch: torch is 2\.1.*; allowed: 2\.15 or newer"):
+        importlib.import_module("shardweave.integrations.token_switch")
 
 
 def overflowing(rank: int, transport: str) -> list[str]:
@@ -72,7 +71,7 @@ def refusals(rank: int) -> None:
     rows, of_rows, of_ids = torch.zeros(8, H), torch.zeros(8, K), torch.zeros(8, K).long()
 
     def make(*given, **named):
-        return shardweave.TokenSwitch(*given, **named)
+        return TokenSwitch(*given, **named)
 
     def inference(x):
         with torch.inference_mode():

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import ArgumentError
-from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
+from shardweave.runtime.integrations.torchtitan import TorchtitanDispatcher
 
 needs_torchtitan = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed (pip install torchtitan==0.3.0)"

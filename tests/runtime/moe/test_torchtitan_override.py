@@ -22,11 +22,11 @@ from moe_reference import matrices_of, tokens_of
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-import shardweave
 from shardweave.errors import ArgumentError, DisagreementError
+from shardweave.integrations.torchtitan import TorchtitanDispatcher
 
-MODULE = "shardweave.runtime.moe.torchtitan"
-OVERRIDE = f"{MODULE}.token_dispatcher"
+MODULE = "shardweave.runtime.integrations.torchtitan"
+OVERRIDE = "shardweave.integrations.torchtitan.token_dispatcher"
 absent = importlib.util.find_spec("torchtitan") is None
 needs_torchtitan = pytest.mark.skipif(absent, reason="torchtitan is not installed (pip install torchtitan==0.3.0)")
 
@@ -104,7 +104,7 @@ def stand_in() -> dict[str, ModuleType]:
 def import_again(monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType | None]) -> ModuleType:
     """Import our module for these modules of torchtitan; None: absent."""
     monkeypatch.setattr(
-        importlib.import_module("shardweave.runtime.moe"), "torchtitan", importlib.import_module(MODULE)
+        importlib.import_module("shardweave.runtime.integrations"), "torchtitan", importlib.import_module(MODULE)
     )
     monkeypatch.delitem(sys.modules, MODULE)  # put back after the test, as the attribute of its package is
     for name, module in modules.items():
@@ -183,8 +183,7 @@ class Broken(ModuleType):
 @pytest.mark.long
 def test_importing_shardweave_does_not_import_torchtitan() -> None:
     code = f"""import sys, shardweave
-assert {MODULE!r} not in sys.modules and "torchtitan" not in sys.modules and not hasattr(shardweave, "nothing")
-assert shardweave.TorchtitanDispatcher is shardweave.runtime.TorchtitanDispatcher and {MODULE!r} in sys.modules
+assert {MODULE!r} not in sys.modules and "torchtitan" not in sys.modules
 assert ("torchtitan" in sys.modules) is {not absent}"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
@@ -204,7 +203,7 @@ def exchange(dispatcher: Any, rank: int, tokens: int, hidden: int = 8) -> list[t
 
 def sizes_of_first_dispatch(rank: int, with_mesh: bool) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if with_mesh else None
-    given = shardweave.TorchtitanDispatcher.Config(
+    given = TorchtitanDispatcher.Config(
         num_experts=6, top_k=2, hidden_dim=8, num_max_tokens_per_rank=5, dtype="float32"
     )
     left = replace(given, hidden_dim=None, num_max_tokens_per_rank=None, dtype=None)
@@ -224,7 +223,7 @@ def sizes_of_first_dispatch(rank: int, with_mesh: bool) -> None:
 
 def test_sizes_of_first_dispatch_without_mesh() -> None:
     sizes_of_first_dispatch(0, False)
-    dispatcher = shardweave.TorchtitanDispatcher.Config(num_experts=6, top_k=2).build()
+    dispatcher = TorchtitanDispatcher.Config(num_experts=6, top_k=2).build()
     dispatcher.wire_meshes(ep_mesh=None)
     with pytest.raises(ArgumentError, match="metadata: nothing has been dispatched"):
         dispatcher.combine(torch.zeros(2, 8), None, None)
@@ -238,7 +237,7 @@ def test_sizes_of_first_dispatch_without_mesh() -> None:
 
 
 def test_sizes_are_required_under_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatcher = shardweave.TorchtitanDispatcher.Config(num_experts=6, top_k=2, hidden_dim=8).build()
+    dispatcher = TorchtitanDispatcher.Config(num_experts=6, top_k=2, hidden_dim=8).build()
     dispatcher.wire_meshes(ep_mesh=None)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(ArgumentError, match="num_max_tokens_per_rank, dtype: None; allowed under torch.compile"):
@@ -247,7 +246,7 @@ def test_sizes_are_required_under_compile(monkeypatch: pytest.MonkeyPatch) -> No
 
 def sizes_that_differ(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    dispatcher = shardweave.TorchtitanDispatcher.Config(num_experts=6, top_k=2).build()
+    dispatcher = TorchtitanDispatcher.Config(num_experts=6, top_k=2).build()
     dispatcher.wire_meshes(ep_mesh=mesh)
     with pytest.raises(
         DisagreementError, match=rf"rank {rank} .* at most {5 + rank} tokens, .* at most {6 - rank} tokens"
@@ -285,7 +284,7 @@ def test_override_of_the_debug_model() -> None:
     config.parallelism.expert_parallel_degree = 2
     config.model_spec.model.update_from_config(config=config)
     assert len(apply_overrides(config.override, config)) == len(experts)
-    ours = [found for _, found, *_ in config.traverse(shardweave.TorchtitanDispatcher.Config)]
+    ours = [found for _, found, *_ in config.traverse(TorchtitanDispatcher.Config)]
     assert [(o.num_experts, o.top_k) for o in ours] == [(d.num_experts, d.top_k) for d in dispatchers]
     assert [(o.pad_multiple, o.options.capacity) for o in ours] == [(32, 2.0)] + [(1, 2.0)] * (len(ours) - 1)
     assert json.dumps(

@@ -102,7 +102,7 @@ def in_windows(rank: int, nodes: Sequence[int], several: Sequence[dict[str, Any]
 
 def on_one_level(nodes: Sequence[int], several: Sequence[dict[str, Any]]) -> list[list[Any]]:
     """Rows beyond a chunk are dropped there as well."""
-    make = partial(shardweave.VirtualTokenDispatcher, len(nodes), one_sided=False, nodes=nodes)
+    make = partial(shardweave.moe.VirtualTokenDispatcher, len(nodes), one_sided=False, nodes=nodes)
     fixed = {**FIXED, "two_level": False}
     return results_of(lambda **more: make(**{**SETTINGS, **fixed, **more}), several, range(len(nodes)))
 
@@ -150,7 +150,7 @@ def packed_rows(rank: int, nodes: Sequence[int]) -> list[list[bytes]]:
 
 def virtual_packed_rows(nodes: Sequence[int]) -> list[list[list[bytes]]]:
     more = {**FIXED, "one_sided": False, "nodes": nodes}
-    d = shardweave.VirtualTokenDispatcher(3, **with_options(**test_payloads.SETTINGS, quantize="fp8_128", **more))
+    d = shardweave.moe.VirtualTokenDispatcher(3, **with_options(**test_payloads.SETTINGS, quantize="fp8_128", **more))
     of_all = test_payloads.one_round(d, range(3))
     quantized = [test_payloads.results_of(*[part[r : r + 1] for part in of_all]) for r in range(3)]
     return [list(of_rank) for of_rank in zip(quantized, test_quantized_output.wanted("mxfp8", **more), strict=True)]

@@ -270,8 +270,8 @@ def in_windows(rank: int, several: Sequence[dict[str, Any]], more: dict[str, Any
 
 
 def on_virtual_ranks(ranks: int, several: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    def made(**more: Any) -> shardweave.VirtualTokenDispatcher:
-        return shardweave.VirtualTokenDispatcher(ranks, **with_options(**{**SETTINGS, **more}))
+    def made(**more: Any) -> shardweave.moe.VirtualTokenDispatcher:
+        return shardweave.moe.VirtualTokenDispatcher(ranks, **with_options(**{**SETTINGS, **more}))
 
     return results_of(made, several, range(ranks))
 
@@ -406,7 +406,7 @@ def explained(rank: int) -> str:
 
 
 def test_explain_states_window() -> None:
-    d = shardweave.VirtualTokenDispatcher(2, **with_options(**SETTINGS))
+    d = shardweave.moe.VirtualTokenDispatcher(2, **with_options(**SETTINGS))
     (text, _) = run_ranks(explained, 2)
     # Counts of 7 words for 2 ranks, and 88 rows of 48 bytes and a weight, each from a multiple of 256 bytes on.
     rows = d.config.rows

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
+from shardweave.integrations.autoparallel import ordered_redistribute_local_tensor
 
 pytestmark = pytest.mark.multi
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -130,7 +131,7 @@ def batches_and_local_tensors(rank: int) -> None:
     source, target = x._spec, sharded(mesh, (13, 6), (S0, S0))._spec
 
     def ordered(local: torch.Tensor) -> torch.Tensor:
-        return shardweave.ordered_redistribute_local_tensor(local, source, target, None, {0: (1, 0)})
+        return ordered_redistribute_local_tensor(local, source, target, None, {0: (1, 0)})
 
     local = x.to_local()
     assert torch.compile(ordered, backend="aot_eager", fullgraph=True)(local).equal(ordered(local))

@@ -14,7 +14,8 @@ import torch.distributed.tensor._redistribute as torch_redistribute
 from traced_ranks import collectives_in, fake_rank, graph_of, groups_of_rank, run_together, spec, trace_all
 
 import shardweave
-from shardweave import ArgumentError, UnsupportedError
+from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.integrations.autoparallel import redistribute_local_tensor
 
 PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "1"))
 DTYPES = (
@@ -188,7 +189,10 @@ def test_results_have_the_order_of_dims_of_the_spec() -> None:
     with fake_rank(0, (2, 2)) as mesh, shardweave.installed():
         source, target = (spec(mesh, text, (8, 12), torch.float32) for text in ("S0 S1", "S1 S0"))
         target.tensor_meta = target.tensor_meta._replace(stride=(1, 8))  # a transposed tensor
-        graph = graph_of(lambda x: shardweave.redistribute_local_tensor(x, source, target), torch.ones(4, 6))
+        graph = graph_of(
+            lambda x: redistribute_local_tensor(x, source, target),
+            torch.ones(4, 6),
+        )
     (output,) = next(iter(reversed(graph.graph.nodes))).args
     assert output.meta["val"].stride() == (1, 4)
 
@@ -219,4 +223,4 @@ def test_a_wrong_local_shape_is_named() -> None:
     with fake_rank(0, (2, 2)) as mesh, shardweave.installed():
         specs = [spec(mesh, text, (8, 12), torch.float32) for text in ("S0 S1", "S1 S0")]
         with pytest.raises(ArgumentError, match=r"shape \(4, 5\)"):
-            graph_of(lambda x: shardweave.redistribute_local_tensor(x, *specs), torch.ones(4, 5))
+            graph_of(lambda x: redistribute_local_tensor(x, *specs), torch.ones(4, 5))

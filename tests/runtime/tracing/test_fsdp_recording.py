@@ -71,13 +71,13 @@ def step(mesh: DeviceMesh, adapt: bool, sum_only: bool) -> None:
         if isinstance(part, FSDPModule) and sum_only:
             part.set_force_sum_reduction_for_comms(True)  # gloo has no AVG
     if adapt:
-        shardweave.adapt_fsdp(model)
+        shardweave.fsdp.adapt_fsdp(model)
     model(torch.randn(5, 7)).sum().backward()
 
 
 def recorded_step(rank: int, path: str, shape: tuple[int, ...], adapt: bool) -> None:
     stock = seam.foreach_all_gather, seam.foreach_reduce
-    with shardweave.record(path):
+    with shardweave.tracing.record(path):
         step(made(shape), adapt, True)
     assert (seam.foreach_all_gather, seam.foreach_reduce) == stock
 
@@ -116,7 +116,7 @@ def test_recording_in_a_fake_process_group(tmp_path: Path) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
     try:
         mesh = made((512,))
-        with shardweave.record(tmp_path / "trace.json"), FakeTensorMode():
+        with shardweave.tracing.record(tmp_path / "trace.json"), FakeTensorMode():
             step(mesh, False, False)
     finally:
         dist.destroy_process_group()

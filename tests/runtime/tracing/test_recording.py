@@ -32,7 +32,7 @@ def program(rank: int, path: str, installed: bool) -> bool:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = distribute_tensor(torch.arange(48.0).reshape(8, 6), mesh, (S0, S1), src_data_rank=None)
     x.requires_grad_()
-    with shardweave.record(path):
+    with shardweave.tracing.record(path):
         if installed:
             shardweave.install()
         for _ in range(3):
@@ -80,11 +80,11 @@ def half_a_mesh(rank: int, path: str) -> None:
     """The merged trace contains the redistributions of every rank."""
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
     x = distribute_tensor(torch.ones(4, 2 + 2 * (rank // 2)), pair, (S0,), src_data_rank=None)
-    with shardweave.record(path):
+    with shardweave.tracing.record(path):
         for _ in range(2 + 2 * (rank // 2)):
             x.redistribute(placements=(R,))
         with pytest.raises(ArgumentError, match="another recording is active"):
-            with shardweave.record(path):
+            with shardweave.tracing.record(path):
                 pass
 
 
@@ -99,7 +99,7 @@ def test_traces_of_ranks_that_differ(tmp_path: Path) -> None:
 @pytest.mark.plan
 def test_forked_process_writes_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with shardweave.record(path) as recording:
+    with shardweave.tracing.record(path) as recording:
         child = os.fork()
     if not child:
         os._exit(0 if recording.written is None else 1)
@@ -114,7 +114,7 @@ def traced(rank: int, path: str) -> None:
     def twice(x: torch.Tensor) -> torch.Tensor:
         return (x * 2).redistribute(placements=(R,))  # type: ignore[attr-defined]
 
-    with shardweave.record(path):
+    with shardweave.tracing.record(path):
         for _ in range(3):
             twice(x)
 
@@ -141,7 +141,7 @@ def test_exception_before_the_process_group_exists(tmp_path: Path, monkeypatch: 
         Trace("2.13.0", 8, (rank,), {ENTRY: Cost(1, 1)}).write(path)
     launched(monkeypatch, 1, 4)
     with pytest.raises(ValueError, match="no such"):
-        with shardweave.record(path) as recording:
+        with shardweave.tracing.record(path) as recording:
             assert sorted(file.name for file in tmp_path.iterdir()) == [f"trace.rank{r}.json" for r in (0, 2, 3)]
             raise ValueError("no such\n  file")
     assert recording.written == tmp_path / "trace.rank1.json"
@@ -149,13 +149,13 @@ def test_exception_before_the_process_group_exists(tmp_path: Path, monkeypatch: 
     assert (trace.world_size, trace.ranks, trace.redistributions) == (4, (1,), {})
     assert trace.ended == "ValueError: no such file"
     launched(monkeypatch, 0, 1)
-    with shardweave.record(path):
+    with shardweave.tracing.record(path):
         assert not list(tmp_path.iterdir())
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
     for rank, world_size in ((0, ""), (4, 4), ("x", 2)):  # invalid, so files of other ranks may be of this run
         launched(monkeypatch, rank, world_size)
         other = Trace("2.13.0", 4, (2,), {}).write(path)
-        with shardweave.record(path) as recording:
+        with shardweave.tracing.record(path) as recording:
             assert list(tmp_path.iterdir()) == [other]
         assert recording.written == path and Trace.read(path).world_size == 1 and other.exists()
 
@@ -166,7 +166,7 @@ def test_program_that_changes_its_directory(tmp_path: Path, monkeypatch: pytest.
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.chdir(tmp_path)
-    with shardweave.record("trace.json") as recording:
+    with shardweave.tracing.record("trace.json") as recording:
         monkeypatch.chdir(other)
     assert recording.written == tmp_path / "trace.json" and recording.written.exists() and not list(other.iterdir())
 
@@ -185,7 +185,7 @@ def test_program_that_changes_its_directory(tmp_path: Path, monkeypatch: pytest.
 )
 def test_trace_names_the_exception(tmp_path: Path, error: BaseException | None, says: str | None) -> None:
     path = tmp_path / "trace.json"
-    with suppress(BaseException), shardweave.record(path):
+    with suppress(BaseException), shardweave.tracing.record(path):
         if error is not None:
             raise error
     assert Trace.read(path).ended == says and ("ended" in path.read_text()) == (says is not None)
@@ -294,7 +294,7 @@ def test_trace_size_is_bounded() -> None:
 @pytest.mark.plan
 def test_trace_contains_process_lifetime(tmp_path: Path) -> None:
     before = time.time()
-    with shardweave.record(tmp_path / "trace.json"):
+    with shardweave.tracing.record(tmp_path / "trace.json"):
         pass
     began, written = Trace.read(tmp_path / "trace.json").alive
     assert began < before <= written + 0.01 and written <= time.time() + 0.01
@@ -360,7 +360,7 @@ def test_invalid_traces_are_refused(tmp_path: Path, text: str, says: str) -> Non
 def test_trace_file_errors(tmp_path: Path) -> None:
     for path in (tmp_path / "missing" / "trace.json", tmp_path):
         with pytest.raises(ArgumentError, match=f"path: '{path}' cannot be written"):
-            with shardweave.record(path):
+            with shardweave.tracing.record(path):
                 raise AssertionError("not reached")
     with pytest.raises(ArgumentError, match="cannot be read"):
         Trace.read(tmp_path / "missing.json")

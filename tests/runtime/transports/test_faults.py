@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardweave
+from shardweave.errors import ArgumentError
 
 pytestmark = pytest.mark.multi
 TRANSPORTS = ("shared_memory", "process_group", "hierarchical")
@@ -155,18 +156,18 @@ def bad_arguments(rank: int) -> None:
     def refused(kind: type[Exception], *parts: str):
         return pytest.raises(kind, match="(?s)" + ".*".join(parts))
 
-    with refused(shardweave.ArgumentError, "placements", "mesh dim 1", "tensor dim 2", "allowed: -2..1"):
+    with refused(ArgumentError, "placements", "mesh dim 1", "tensor dim 2", "allowed: -2..1"):
         shardweave.redistribute(d, [Shard(0), Shard(2)])
-    with refused(shardweave.ArgumentError, "placements", "1 given", "mesh of 2"):
+    with refused(ArgumentError, "placements", "1 given", "mesh of 2"):
         shardweave.redistribute(d, [Shard(0)])
-    with refused(shardweave.ArgumentError, "shard_order", "tensor dim 0", r"\(0, 0\)", "allowed", r"\(0, 1\)"):
+    with refused(ArgumentError, "shard_order", "tensor dim 0", r"\(0, 0\)", "allowed", r"\(0, 1\)"):
         shardweave.redistribute(d, [Shard(0), Shard(0)], shard_order={0: (0, 0)})
-    with refused(shardweave.ArgumentError, "transport", "smoke", "shared_memory"):
+    with refused(ArgumentError, "transport", "smoke", "shared_memory"):
         shardweave.redistribute(d, [Shard(1), Shard(0)], transport="smoke")
     misfit = DTensor.from_local(
         torch.zeros(3, 3), mesh, [Shard(0), Shard(1)], run_check=False, shape=torch.Size((4, 6)), stride=(6, 1)
     )
-    with refused(shardweave.ArgumentError, "local tensor", r"\(3, 3\)", r"allows only \(2, 3\)"):
+    with refused(ArgumentError, "local tensor", r"\(3, 3\)", r"allows only \(2, 3\)"):
         shardweave.redistribute(misfit, [Replicate(), Replicate()])
     # The ranks still agree after all of these errors.
     assert torch.equal(shardweave.redistribute(d, [Replicate(), Replicate()]).to_local(), torch.arange(24.0).view(4, 6))
@@ -201,7 +202,7 @@ def test_named_segments_work_and_are_removed_at_exit() -> None:
 
 def ask_for_unknown_segments(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(shardweave.ArgumentError, match="SHARDWEAVE_SEGMENTS: 'wooden'; allowed: anonymous, named"):
+    with pytest.raises(ArgumentError, match="SHARDWEAVE_SEGMENTS: 'wooden'; allowed: anonymous, named"):
         shardweave.redistribute(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]), [Replicate()])
 
 

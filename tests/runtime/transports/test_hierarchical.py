@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardweave
 from shardweave.__main__ import main
-from shardweave.errors import ArgumentError, PeerError, UnsupportedError
+from shardweave.errors import ArgumentError, PeerError, TransportError, UnsupportedError
 from shardweave.planner import Topology
 from shardweave.runtime.executor import pieces
 from shardweave.runtime.executor.choose_algorithm import AssumedTransport, explain_on
@@ -422,14 +422,14 @@ def fail_alone(rank: int, topology: Topology | None, where: str) -> str:
         with pytest.MonkeyPatch.context() as monkeypatch:
 
             def no_room(*arguments: object) -> torch.Tensor:
-                raise shardweave.TransportError("no room")
+                raise TransportError("no room")
 
             monkeypatch.setattr("shardweave.runtime.transports.shared_memory.tensors.SharedPool.empty", no_room)
-            with pytest.raises(shardweave.TransportError, match="no room"):
+            with pytest.raises(TransportError, match="no room"):
                 call(inside if where == "inside" else x)
-    with pytest.raises(shardweave.TransportError) as error_texts:
+    with pytest.raises(TransportError) as error_texts:
         call(inside if rank == 0 and where == "inside" else x)
-    with pytest.raises(shardweave.TransportError):
+    with pytest.raises(TransportError):
         call()
     store.set(f"told/{rank}", "")
     # No rank exits, so that no peer is notified by a closed connection.

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
+from shardweave.errors import ArgumentError, PeerError, TransportError, UnsupportedError
 
 pytestmark = pytest.mark.multi
 
@@ -49,7 +50,7 @@ def check(mesh: DeviceMesh) -> None:
 def disagree(mesh: DeviceMesh) -> None:
     x = sharded(mesh)
     last = mesh.mesh.flatten()[-1] == dist.get_rank()
-    with pytest.raises(shardweave.TransportError):
+    with pytest.raises(TransportError):
         shardweave.redistribute(x, [Shard(1) if last else Replicate()] * mesh.ndim)
 
 
@@ -58,7 +59,7 @@ def raise_on_one(mesh: DeviceMesh) -> None:
     x = sharded(mesh)
     if dist.get_rank() != 1:
         time.sleep(0.4)
-        with pytest.raises(shardweave.TransportError):
+        with pytest.raises(TransportError):
             for _ in range(3):  # of the first one it may have done its part
                 shardweave.redistribute(x, [Replicate()])
         return
@@ -71,13 +72,13 @@ def raise_on_one(mesh: DeviceMesh) -> None:
 
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
-    with pytest.raises((Interrupt, shardweave.TransportError)):
+    with pytest.raises((Interrupt, TransportError)):
         shardweave.redistribute(x, [Replicate()])
 
 
 def refuse_on_one(mesh: DeviceMesh) -> None:
     x = sharded(mesh)
-    error = shardweave.ArgumentError if dist.get_rank() == 1 else shardweave.TransportError
+    error = ArgumentError if dist.get_rank() == 1 else TransportError
     with pytest.raises(error):
         shardweave.redistribute(x, [Shard(9) if dist.get_rank() == 1 else Replicate()])
 
@@ -86,7 +87,7 @@ def come_late(mesh: DeviceMesh) -> None:
     x = sharded(mesh)
     if dist.get_rank() == 1:
         time.sleep(5)
-    with pytest.raises(shardweave.TransportError):
+    with pytest.raises(TransportError):
         for _ in range(3):  # the first one may find what the others have sent
             shardweave.redistribute(x, [Replicate()])
 
@@ -117,13 +118,13 @@ def go_on(rank: int, fail: Callable[[DeviceMesh], None]) -> None:
     moved = shardweave.redistribute(sharded(mesh), [Replicate()], device_mesh=new)
     assert moved.to_local().equal(WHOLE)
     if fail is not refuse_on_one or rank != 1:
-        with pytest.raises(shardweave.TransportError, match="allowed after that: calls on process groups made since"):
+        with pytest.raises(TransportError, match="allowed after that: calls on process groups made since"):
             shardweave.redistribute(sharded(mesh), [Replicate()])
     # The same once more.
     disagree(new)
     again = DeviceMesh.from_group(dist.new_group([0, 1, 2, 3]), "cpu")
     check(again)
-    with pytest.raises(shardweave.TransportError, match="allowed after that"):
+    with pytest.raises(TransportError, match="allowed after that"):
         shardweave.redistribute(sharded(new), [Replicate()])
     check(again)
 
@@ -167,7 +168,7 @@ def mesh_without_a_group(rank: int) -> None:
     mesh = init_device_mesh("cpu", (4,))
     disagree(mesh)
     x = sharded(init_device_mesh("cpu", (2, 2)))
-    with pytest.raises(shardweave.UnsupportedError, match=r"no process group .* since has all .*new_group\(\)"):
+    with pytest.raises(UnsupportedError, match=r"no process group .* since has all .*new_group\(\)"):
         shardweave.redistribute(x, [Replicate()] * 2)
     with shardweave.installed():  # torch's own collectives are along the dims, whose groups are new
         assert x.redistribute(placements=[Replicate()] * 2).to_local().equal(WHOLE)
@@ -284,7 +285,7 @@ def leave(rank: int, inside: bool, keep: bool) -> str:
         return ""
     time.sleep(0 if inside else 0.6)
     start = time.monotonic()
-    with pytest.raises(shardweave.PeerError) as raised:
+    with pytest.raises(PeerError) as raised:
         shardweave.redistribute(x, [Replicate()])
     assert time.monotonic() - start < 10 and world is (dist.group.WORLD if keep else None)  # not the timeout
     return str(raised.value)
@@ -344,11 +345,11 @@ def fail_and_destroy(rank: int, port: int) -> list[str]:
         x = sharded(mesh)
         shardweave.redistribute(x, [Replicate()], reduction="fast")
         if rank == 0:
-            with pytest.raises(shardweave.TransportError):
+            with pytest.raises(TransportError):
                 shardweave.redistribute(x, [Replicate()])
         else:
             time.sleep(0.15)
-            with pytest.raises(shardweave.ArgumentError):
+            with pytest.raises(ArgumentError):
                 shardweave.redistribute(x, [Shard(7)])
         dist.destroy_process_group()
         store.set(f"gone/{life}/{rank}", "")

@@ -54,19 +54,19 @@ def is_right(y: torch.Tensor, rows: int, value: float) -> bool:
 
 def gather_and_drop(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
-    shardweave.set_pool_limit(96 * MIB)
+    shardweave.memory.set_pool_limit(96 * MIB)
     x = rows_of(mesh, 8192 * 4, 1.0)  # 128 MiB
     y = shardweave.redistribute(x, [Replicate()]).to_local()
     assert is_right(y, 8192 * 4, 1.0) and 128 * MIB <= pool_pages() <= 129 * MIB
     del y
     assert pool_pages() <= 1 * MIB, "more than the limit is a block that goes back"
-    outcomes = shardweave.pool_memory()
+    outcomes = shardweave.memory.pool_memory()
     assert outcomes.allocated == 0 and outcomes.reserved <= outcomes.limit == 96 * MIB
     y = shardweave.redistribute(rows_of(mesh, 8192, 2.0), [Replicate()]).to_local()
     del y
     assert 32 * MIB <= pool_pages() <= 33 * MIB, "within it the next call finds it"
-    shardweave.empty_cache()
-    assert pool_pages() == shardweave.pool_memory().ready == 0
+    shardweave.memory.empty_cache()
+    assert pool_pages() == shardweave.memory.pool_memory().ready == 0
     assert is_right(shardweave.redistribute(rows_of(mesh, 50, 3.0), [Replicate()]).to_local(), 50, 3.0)
 
 
@@ -76,7 +76,7 @@ def test_dropped_large_gather_returns_memory() -> None:
 
 def random_lengths(rank: int, size: int, limit: int) -> tuple[int, int]:
     """The maximum of pages beyond live tensors, and the number of segments, of 240 steps."""
-    shardweave.set_pool_limit(limit)
+    shardweave.memory.set_pool_limit(limit)
     mesh, generator = init_device_mesh("cpu", (size,)), random.Random(11)
     most, kept, want = 0, None, (0, 0.0)
     for step in range(240):
@@ -132,7 +132,7 @@ def many_lives(rank: int, size: int, transport: str, lives: int) -> None:
         gc.collect()
         if transport == "shared_memory":
             # Only the tensor's memory, rounded up, and the descriptors of its segment are left.
-            assert pool_pages() <= block_size(y.nbytes) == shardweave.pool_memory().reserved
+            assert pool_pages() <= block_size(y.nbytes) == shardweave.memory.pool_memory().reserved
             assert left()[0] <= 2 and is_right(y, 300, life + 1.0)
         del y, mesh
         assert left() == (0, 0, 0), life
@@ -169,21 +169,21 @@ def test_destroyed_group_is_released_while_referenced() -> None:
 
 
 def buffers_kept_ready(rank: int, size: int, limits: list[int | None]) -> list[int]:
-    shardweave.set_pool_limit(limits[rank])
+    shardweave.memory.set_pool_limit(limits[rank])
     mesh = init_device_mesh("cpu", (size,))
     results = []
     for value in range(1, 6):
         x = rows_of(mesh, 64, float(value))
         y = shardweave.redistribute(x, [Replicate()]).to_local()
         assert is_right(y, 64, value)
-        results.append(shardweave.pool_memory().ready)
+        results.append(shardweave.memory.pool_memory().ready)
         dist.barrier()
     shardweave.redistribute(rows_of(mesh, 512, 1.0), [Replicate()])
     shardweave.redistribute(rows_of(mesh, 512, 1.0), [Replicate()])
-    assert shardweave.pool_memory().ready <= results[-1], "what is large is not kept"
-    shardweave.set_pool_limit(0)
+    assert shardweave.memory.pool_memory().ready <= results[-1], "what is large is not kept"
+    shardweave.memory.set_pool_limit(0)
     shardweave.redistribute(rows_of(mesh, 64, 1.0), [Replicate()])
-    assert shardweave.pool_memory().ready == 0 and pool_pages() <= block_size(y.nbytes)
+    assert shardweave.memory.pool_memory().ready == 0 and pool_pages() <= block_size(y.nbytes)
     return results
 
 

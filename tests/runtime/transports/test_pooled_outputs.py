@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardweave
+from shardweave.errors import ArgumentError, DisagreementError, MeetingTimeoutError, TransportError
 
 pytestmark = pytest.mark.multi
 ALL_IN_USE = "outputs of a redistribution: all pooled buffers are in use"
@@ -84,7 +85,7 @@ def test_kernels_in_interpreter() -> None:
 def what_is_not_direct(rank: int) -> None:
     """Reductions, odd rows and outputs that are too large go through windows; `explain` says why."""
     mesh = pooled(2, 1)
-    with pytest.raises(shardweave.ArgumentError, match="pooled_outputs: -1; allowed: a whole number, 0 to 1024"):
+    with pytest.raises(ArgumentError, match="pooled_outputs: -1; allowed: a whole number, 0 to 1024"):
         shardweave.prepare(mesh, 1, pooled_outputs=-1)
     for shape, source, target, why in (
         ((16, 7), Shard(0), Shard(1), "; not directly into outputs, in which runs do not begin and end at multiples"),
@@ -120,10 +121,10 @@ def stays_away(rank: int) -> str:
         time.sleep(5)
         return ""
     out = transport.outputs((0, 1)).buffer(0, 0, torch.float32)[: 16 * 32]
-    with pytest.raises(shardweave.MeetingTimeoutError, match="rank 1 did not arrive") as raised:
+    with pytest.raises(MeetingTimeoutError, match="rank 1 did not arrive") as raised:
         redistributed(x, [Replicate()])
     assert bool(out.isnan().all()), "an output that is not whole is overwritten"
-    with pytest.raises(shardweave.TransportError):
+    with pytest.raises(TransportError):
         redistributed(x, [Replicate()])
     return str(raised.value)
 
@@ -139,7 +140,7 @@ def disagree(rank: int) -> None:
     x = made(whole_tensor(SHAPE, torch.float32), mesh, [Shard(0)], {}, "cpu")
     before = transport_of("cpu").outputs((0, 1)).buffer(0, rank, torch.float32)
     before.fill_(-1)
-    with pytest.raises(shardweave.DisagreementError, match="made different requests"):
+    with pytest.raises(DisagreementError, match="made different requests"):
         redistributed(x, [[Replicate()], [Shard(1)]][rank])
     assert bool((before.isnan() | (before == -1)).all())
 

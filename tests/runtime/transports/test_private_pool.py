@@ -26,13 +26,13 @@ def new_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_pages_return_to_the_system() -> None:
-    shardweave.set_pool_limit(0)
-    before = shardweave.pool_memory()
+    shardweave.memory.set_pool_limit(0)
+    before = shardweave.memory.pool_memory()
     x = pooled((1 << 20,), torch.uint8).fill_(7)
     address = x.data_ptr()
-    assert shardweave.pool_memory().allocated - before.allocated == 1 << 20
+    assert shardweave.memory.pool_memory().allocated - before.allocated == 1 << 20
     del x
-    assert shardweave.pool_memory().reserved == before.reserved
+    assert shardweave.memory.pool_memory().reserved == before.reserved
     again = pooled((1 << 20,), torch.uint8)
     assert again.data_ptr() == address and not again.any()  # fresh pages are zeros
 
@@ -59,7 +59,7 @@ def repeated_outputs(rank: int) -> tuple[int, int]:
         assert torch.equal(y, torch.arange(1 << 16).view(256, 256))
         addresses.add(y.data_ptr())
         del y
-    return len(addresses), shardweave.pool_memory().free
+    return len(addresses), shardweave.memory.pool_memory().free
 
 
 @pytest.mark.multi

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
+from shardweave.errors import DisagreementError
 
 MIB = 1 << 20
 
@@ -74,7 +75,7 @@ def disagree_later(rank: int) -> list[float]:
     before = [y.to_local().clone() for y in outputs]
     try:
         shardweave.redistribute(x, [Replicate() if rank == 2 else Shard(1)])
-    except shardweave.DisagreementError:
+    except DisagreementError:
         # Peers read this rank's request before it exits.
         time.sleep(0.5)
         assert all(torch.equal(y.to_local(), want) for y, want in zip(outputs, before, strict=True))

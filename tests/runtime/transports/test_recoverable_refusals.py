@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
-from shardweave.errors import ArgumentError, DisagreementError
+from shardweave.errors import ArgumentError, DisagreementError, TransportError
 
 pytestmark = pytest.mark.multi
 
@@ -132,7 +132,7 @@ def refused_between_meshes(rank: int) -> list[str]:
         try:
             y = shardweave.redistribute(x, [Shard(0)], device_mesh=target, transport="shared_memory")
             outcomes.append("right" if rank < 2 or y.to_local().equal(whole.chunk(2)[rank - 2]) else "wrong")
-        except (ArgumentError, shardweave.TransportError) as error:
+        except (ArgumentError, TransportError) as error:
             assert not getattr(error, "recoverable", False)
             outcomes.append(type(error).__name__)
     return outcomes

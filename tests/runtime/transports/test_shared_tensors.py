@@ -85,7 +85,7 @@ def test_random_sizes_do_not_overlap_and_stay_within_limit(limit: int | None, na
         if step % 25 == 0:
             check_apart([t for t, _ in live])
             assert all(bool((t == value).all()) for t, value in live), step
-            outputs = shardweave.pool_memory()
+            outputs = shardweave.memory.pool_memory()
             assert outputs.allocated <= alive and pages(pool) <= outputs.reserved
             assert all(pool.place(t)[0] < len(pool.segments) and pool.holds(t) for t, _ in live if t.nbytes)
     assert mapped(pool) <= 4 * (most_alive + (DEFAULT_LIMIT if limit is None else limit)) + 64 * MIB
@@ -99,22 +99,22 @@ def test_set_pool_limit_applies_at_once() -> None:
     pool.empty((4 * MIB,), torch.uint8).fill_(1)
     pool.empty((MIB,), torch.uint8).fill_(1)
     held = pool.empty((2 * MIB,), torch.uint8).fill_(3)
-    shardweave.set_pool_limit(2 * MIB)
-    assert pages(pool) <= 4 * MIB and shardweave.pool_memory().limit == 2 * MIB
-    shardweave.set_pool_limit(0)
+    shardweave.memory.set_pool_limit(2 * MIB)
+    assert pages(pool) <= 4 * MIB and shardweave.memory.pool_memory().limit == 2 * MIB
+    shardweave.memory.set_pool_limit(0)
     assert pages(pool) == 2 * MIB
-    shardweave.set_pool_limit(5 * MIB)
-    assert shardweave.pool_memory().limit == 5 * MIB == SharedPool("shardweave-test", False).allocator.limit
+    shardweave.memory.set_pool_limit(5 * MIB)
+    assert shardweave.memory.pool_memory().limit == 5 * MIB == SharedPool("shardweave-test", False).allocator.limit
     pool.empty((5 * MIB,), torch.uint8).fill_(1)
     assert pages(pool) == 7 * MIB
-    shardweave.empty_cache()
+    shardweave.memory.empty_cache()
     assert pages(pool) == 2 * MIB and bool((held == 3).all())
 
 
 @pytest.mark.parametrize("nbytes", [-1, 1.5, "1", True])
 def test_set_pool_limit_rejects_invalid_arguments(nbytes: object) -> None:
     with pytest.raises(ArgumentError, match="nbytes: .*; allowed: a whole number of bytes, or None"):
-        shardweave.set_pool_limit(nbytes)  # type: ignore[arg-type]
+        shardweave.memory.set_pool_limit(nbytes)  # type: ignore[arg-type]
 
 
 def test_blocks_freed_by_other_threads_and_gc() -> None:
@@ -160,7 +160,7 @@ def test_forked_child_does_not_free_parent_memory() -> None:
         code = 1
         try:
             tensors.clear()
-            shardweave.empty_cache()
+            shardweave.memory.empty_cache()
             try:
                 pool.empty((MIB,), torch.uint8)
             except TransportError:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from variants import crossed
 
 import shardweave
+from shardweave.errors import MeetingTimeoutError, TransportError, UnsupportedError
 from shardweave.kernels.signal import wait_limit
 from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
@@ -299,7 +300,7 @@ def stays_away(rank: int, direction: str, number: int) -> list[str]:
     transport.empty = recorded  # type: ignore[method-assign]
     texts = []
     for _ in range(2):
-        with pytest.raises(shardweave.TransportError) as errors:
+        with pytest.raises(TransportError) as errors:
             call()
         texts.append(f"{errors.type.__name__}: {errors.value}")
     store.set(f"told/{rank}", "")
@@ -322,7 +323,7 @@ def test_missing_rank_is_named_and_invalidates_transport(direction: str, number:
 
 def no_windows_on_meta(rank: int) -> None:
     with pytest.raises(
-        shardweave.UnsupportedError, match="transport: symmetric_memory cannot carry ranks .* allowed: process_group"
+        UnsupportedError, match="transport: symmetric_memory cannot carry ranks .* allowed: process_group"
     ):
         current_transports().choose((0, 1), torch.device("meta"), "symmetric_memory")
 
@@ -474,7 +475,7 @@ def never_comes_to_the_gpu(rank: int) -> str:
     out = shardweave.redistribute(x, [Replicate()], transport="symmetric_memory").to_local()
     torch.cuda.synchronize()
     assert out.isnan().all()
-    with pytest.raises(shardweave.MeetingTimeoutError) as errors:
+    with pytest.raises(MeetingTimeoutError) as errors:
         shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
     store.set("rank 0 was told", "")
     return str(errors.value)

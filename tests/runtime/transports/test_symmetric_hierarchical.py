@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardweave
+from shardweave.errors import ArgumentError
 from shardweave.runtime.transports.hierarchical import HierarchicalSymmetricMemoryTransport
 from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
@@ -106,9 +107,9 @@ def prepared(rank: int, transport: str | None) -> None:
     for x, placements in pairs:
         shardweave.prepare_redistribute(x, placements, transport=transport)
         shardweave.prepare_redistribute(x, placements, forward_dtype=torch.bfloat16, transport=transport)
-    with pytest.raises(shardweave.ArgumentError, match="forward_dtype: 'half'; allowed: a torch.dtype, or None"):
+    with pytest.raises(ArgumentError, match="forward_dtype: 'half'; allowed: a torch.dtype, or None"):
         shardweave.prepare_redistribute(*pairs[0], forward_dtype="half")  # type: ignore[arg-type]
-    with pytest.raises(shardweave.ArgumentError, match="dtensor: Tensor; allowed: a DTensor"):
+    with pytest.raises(ArgumentError, match="dtensor: Tensor; allowed: a DTensor"):
         shardweave.prepare_redistribute(whole, [Shard(0)])  # type: ignore[arg-type]
     before = list(bound)
     assert before

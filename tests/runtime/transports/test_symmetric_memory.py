@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from pretended_gpus import PretendedGpus
 
-import shardweave
+from shardweave.errors import UnsupportedError
 from shardweave.runtime.bounded_store import BoundedStore
 from shardweave.runtime.transports.symmetric_memory.memory import (
     _RenumberedStore,
@@ -101,11 +101,9 @@ def test_no_memory_in_a_capture() -> None:
         transport = SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
         gpus.captures = True
         for make in (lambda: transport.window((0, 1), 100), lambda: transport.buffer_pool((0, 1), 100, 2)):
-            with pytest.raises(
-                shardweave.UnsupportedError, match="symmetric buffer of .* while a CUDA graph is captured"
-            ):
+            with pytest.raises(UnsupportedError, match="symmetric buffer of .* while a CUDA graph is captured"):
                 make()
-        with pytest.raises(shardweave.UnsupportedError, match="transport symmetric_memory would be made while"):
+        with pytest.raises(UnsupportedError, match="transport symmetric_memory would be made while"):
             SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
     assert transport.error is None
 

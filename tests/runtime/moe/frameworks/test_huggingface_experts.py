@@ -57,7 +57,7 @@ def step(block: nn.Module, rank: int) -> dict[str, torch.Tensor]:
 
 def as_on_one_rank(rank: int, implementation: str) -> None:
     hide_own_kernels()
-    from shardweave.runtime.moe.frameworks.huggingface import shard_experts
+    from shardweave.runtime.integrations.transformers import shard_experts
 
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
@@ -92,7 +92,7 @@ def test_blocks_as_on_one_rank(size, implementation):
 
 def refused(rank: int) -> None:
     hide_own_kernels()
-    from shardweave.runtime.moe.frameworks.huggingface import IMPLEMENTATION, shard_experts
+    from shardweave.runtime.integrations.transformers import IMPLEMENTATION, shard_experts
 
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
     with pytest.raises(ArgumentError, match="model: Linear without experts of transformers' experts interface"):

@@ -16,7 +16,7 @@ from test_threads import advanced_in_turns
 from torch import nn
 
 from shardweave.errors import ArgumentError, UnsupportedError
-from shardweave.runtime.moe.frameworks.megatron import MegatronDispatcher, use_megatron_dispatchers
+from shardweave.runtime.integrations.megatron import MegatronDispatcher, use_megatron_dispatchers
 from shardweave.runtime.moe.options import DispatchOptions
 
 needs_megatron = pytest.mark.skipif(

@@ -21,10 +21,10 @@ from shardweave.errors import ArgumentError, UnsupportedError
 from shardweave.runtime.moe.options import DispatchOptions
 
 try:
-    from shardweave.runtime.moe.frameworks.vllm import VLLMPrepareFinalize
+    from shardweave.runtime.integrations.vllm import VLLMPrepareFinalize
 except ImportError:  # vLLM is there and cannot be imported, such as without a GPU
     sys.modules["vllm"] = None  # type: ignore[assignment]
-    from shardweave.runtime.moe.frameworks.vllm import VLLMPrepareFinalize
+    from shardweave.runtime.integrations.vllm import VLLMPrepareFinalize
 
     del sys.modules["vllm"]
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import ArgumentError, shown
-from ..convert_specs import mesh_of, unordered_dims
+from ....errors import ArgumentError, shown
+from ...convert_specs import mesh_of, unordered_dims
 
 
 class Distribution(NamedTuple):

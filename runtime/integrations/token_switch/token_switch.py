@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ....errors import ArgumentError, shown
 from ....kernels import has_contiguous_rows
 from ...executor.dispatch_modes import below_modes, hidden_from_modes, under_modes
+from ...moe.config import MOST_ROWS, whole_number
+from ...moe.engine import device_of
+from ...moe.operations import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
+from ...moe.options import OverflowPolicy
 from ...transports.choose_transport import TransportName
-from ..config import MOST_ROWS, whole_number
-from ..engine import device_of
-from ..operations import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
-from ..options import OverflowPolicy
 from .checks import check_expert_tokens, check_layout, check_out, check_outputs, check_tokens, check_topk_idx
-from .engine import RoutingHandle, SwitchEngine
+from .switch_engine import RoutingHandle, SwitchEngine
 
 if not hasattr(_token_switch.Routing, "layout"):
     raise ImportError("an interface without layouts, as in torch 2.14", name="torch.distributed._token_switch")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import ArgumentError, UnsupportedError, shown
-from ...planner import (
+from ....errors import ArgumentError, UnsupportedError, shown
+from ....planner import (
     Layout,
     Mesh,
     Partial,
@@ -26,17 +26,17 @@ from ...planner import (
     check_shape,
     held_sizes,
 )
-from ..convert_specs import check_dtype_argument
-from ..executor.call import refuse_unplanned, why_no_data
-from ..executor.choose_algorithm import Reduction
-from ..executor.dispatch_modes import active_modes, is_traced
-from ..process_group_cache import ProcessGroupCache, forget_dead_groups
-from ..traced.redistribution import TRACED_TYPES
-from ..transports.choose_transport import TransportName
-from .in_graph import call_in_graph, remember
-from .plain_calls import redistribute_plain
-from .redistribute_options import RedistributeOptions, call_options
-from .spmd_distribution import (
+from ...convert_specs import check_dtype_argument
+from ...dtensor.in_graph import call_in_graph, remember
+from ...dtensor.plain_calls import redistribute_plain
+from ...dtensor.redistribute_options import RedistributeOptions, call_options
+from ...executor.call import refuse_unplanned, why_no_data
+from ...executor.choose_algorithm import Reduction
+from ...executor.dispatch_modes import active_modes, is_traced
+from ...process_group_cache import ProcessGroupCache, forget_dead_groups
+from ...traced.redistribution import TRACED_TYPES
+from ...transports.choose_transport import TransportName
+from .distribution import (
     Axes,
     Distribution,
     assert_types,

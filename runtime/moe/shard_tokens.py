@@ -15,7 +15,7 @@ from ..dtensor.redistribute import redistribute
 _MOST_TOKENS = 1 << 40
 
 
-def share_of_tokens(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def shard_tokens(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return this rank's rows of a tensor that is replicated over a 1-D mesh.
 
     Rows are split as by torch.chunk: the last ranks may have fewer, or none.
@@ -36,8 +36,8 @@ def share_of_tokens(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return redistribute(whole, [Shard(0)]).to_local()
 
 
-def whole_of_shares(y: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Tensor:
-    """Gather the shares of `share_of_tokens` on every rank of the mesh.
+def gather_tokens(y: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Tensor:
+    """Gather the shares of `shard_tokens` on every rank of the mesh.
 
     Args:
         y: [T_share, ...], this rank's share.

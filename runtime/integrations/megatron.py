@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....errors import ArgumentError, UnsupportedError, shown
-from ...executor.call import binding
-from ...executor.dispatch_modes import hidden_from_modes
-from ...transports.choose_transport import TransportName
-from ..dispatcher import TokenDispatcher
-from ..options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
-from ..routed import RoutedTokens
+from ...errors import ArgumentError, UnsupportedError, shown
+from ..executor.call import binding
+from ..executor.dispatch_modes import hidden_from_modes
+from ..moe.dispatcher import TokenDispatcher
+from ..moe.options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
+from ..moe.routed import RoutedTokens
+from ..transports.choose_transport import TransportName
 
 
 class _Unregistered:

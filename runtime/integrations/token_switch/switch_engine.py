@@ -24,14 +24,14 @@ from ....errors import ArgumentError
 from ....kernels import MOST_K, PAYLOADS, uploaded
 from ...executor.call import binding
 from ...executor.dispatch_modes import is_fake, under_modes
+from ...moe.autograd import note_written
+from ...moe.config import DispatchConfig
+from ...moe.dispatch_record import DispatchRecord, Tokens, empty_record
+from ...moe.dispatcher import TokenDispatcher
+from ...moe.operations import DISPATCH, seen_by_modes
+from ...moe.options import DispatchOptions, OverflowPolicy
+from ...moe.overflow import LATEST, Overflow
 from ...transports.choose_transport import TransportName
-from ..autograd import note_written
-from ..config import DispatchConfig
-from ..dispatch_record import DispatchRecord, Tokens, empty_record
-from ..dispatcher import TokenDispatcher
-from ..operations import DISPATCH, seen_by_modes
-from ..options import DispatchOptions, OverflowPolicy
-from ..overflow import LATEST, Overflow
 
 LAYOUTS = ("flat", "expert_major")
 Received = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

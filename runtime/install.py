@@ -12,20 +12,20 @@ from typing import Any, cast
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...planner import NVLINK_NODE, Topology, TopologyName
-from ..executor.choose_algorithm import Reduction
-from ..statistics import log_level
-from ..supported_versions import SUPPORTED, installed_version, is_supported, requirement
-from ..traced.cache_key import key_caches_by
-from ..transports.rendezvous.peer_reports import settings
-from ..transports.select import publish_settings
-from . import observer, redistribute_options
-from .autograd import RedistributeReplacement
-from .bindings import Bindings
-from .drop_in import redistribute_local_tensor
-from .redistribute_options import RedistributeOptions, install_options, set_default
-from .sharding_costs import cache_clearer, set_cost_topology
-from .spmd_types import bind_spmd_types
+from ..planner import NVLINK_NODE, Topology, TopologyName
+from .dtensor import observer, redistribute_options
+from .dtensor.autograd import RedistributeReplacement
+from .dtensor.bindings import Bindings
+from .dtensor.drop_in import redistribute_local_tensor
+from .dtensor.redistribute_options import RedistributeOptions, install_options, set_default
+from .dtensor.sharding_costs import cache_clearer, set_cost_topology
+from .executor.choose_algorithm import Reduction
+from .integrations.spmd_types.collectives import bind_spmd_types
+from .statistics import log_level
+from .supported_versions import SUPPORTED, installed_version, is_supported, requirement
+from .traced.cache_key import key_caches_by
+from .transports.rendezvous.peer_reports import settings
+from .transports.select import publish_settings
 
 _TENSOR = "torch.distributed.tensor"
 _LEFT_WITHOUT = {
@@ -59,7 +59,7 @@ def _copy(function: FunctionType) -> FunctionType:
 
 
 _REPLACEMENTS: dict[str, Any] = {
-    # Another object than `shardweave.redistribute_local_tensor`, which code that has imported it keeps.
+    # Another object than the public `redistribute_local_tensor`, which code that has imported it keeps.
     "redistribute_local_tensor": _copy(cast(FunctionType, redistribute_local_tensor)),
     "Redistribute": RedistributeReplacement,
 }

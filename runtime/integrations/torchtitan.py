@@ -1,12 +1,11 @@
 """TorchtitanDispatcher: TokenDispatcher as a token dispatcher of torchtitan.
 
-Only the first use of `shardweave.TorchtitanDispatcher` imports this module, because it imports torchtitan where that is
-installed: the class is then a subclass of torchtitan's, so that `traverse` and overrides find its config. Without
-torchtitan it has the same methods.
+Where torchtitan is installed, the class is a subclass of torchtitan's, so that `traverse` and overrides find its
+config. Without torchtitan it has the same methods.
 
 Set it on torchtitan's command line, in the config of a layer, or on a built layer before `parallelize` wires meshes:
 
-    --override.imports shardweave.runtime.moe.torchtitan.token_dispatcher
+    --override.imports shardweave.integrations.torchtitan.token_dispatcher
     moe_config.routed_experts.token_dispatcher = TorchtitanDispatcher.Config(num_experts=64, top_k=4)
     moe.routed_experts.token_dispatcher = TorchtitanDispatcher(config)
 """
@@ -24,12 +23,12 @@ from ...errors import ArgumentError, shown
 from ...kernels import PAYLOADS
 from ..convert_specs import name_of
 from ..executor.call import binding
+from ..moe.dispatcher import TokenDispatcher
+from ..moe.expert_placement import experts_of_shards
+from ..moe.options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
+from ..moe.routed import RoutedTokens
+from ..moe.simulate import VirtualTokenDispatcher
 from ..transports.choose_transport import TransportName
-from .dispatcher import TokenDispatcher
-from .expert_placement import experts_of_shards
-from .options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
-from .routed import RoutedTokens
-from .simulate import VirtualTokenDispatcher
 
 DTYPES = {name_of(dtype): dtype for dtype in PAYLOADS}
 
@@ -270,6 +269,8 @@ def token_dispatcher(config: Any, **settings: Any) -> TorchtitanDispatcher.Confi
 
 
 if _Base is not _Unregistered:
+    # torchtitan names an override by the module of its function: by the public one.
+    token_dispatcher.__module__ = "shardweave.integrations.torchtitan"
     override(target=LocalTokenDispatcher.Config, description="Expert-parallel dispatch and combine by shardweave.")(
         token_dispatcher
     )

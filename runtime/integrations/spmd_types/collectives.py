@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from ...errors import ArgumentError, UnsupportedError
-from ...planner import Mesh
-from ..executor.dispatch_modes import active_modes, is_traced, note_decision, why_not_under
-from . import redistribute_options
-from .drop_in import backend_obstacle, count_left, why_not_plain, why_not_traced
-from .in_graph import call_in_graph, remember
-from .local import is_in
-from .plain_calls import mesh_of_group, redistribute_plain
-from .redistribute_options import RedistributeOptions
+from ....errors import ArgumentError, UnsupportedError
+from ....planner import Mesh
+from ...dtensor import redistribute_options
+from ...dtensor.drop_in import backend_obstacle, count_left, why_not_plain, why_not_traced
+from ...dtensor.in_graph import call_in_graph, remember
+from ...dtensor.local import is_in
+from ...dtensor.plain_calls import mesh_of_group, redistribute_plain
+from ...dtensor.redistribute_options import RedistributeOptions
+from ...executor.dispatch_modes import active_modes, is_traced, note_decision, why_not_under
 
 _OTHER_AXIS = "an axis of a mesh that install(only=) leaves out"
 _SPLIT_SIZES = "spmd_types: split sizes of an all-to-all, which differ between calls"

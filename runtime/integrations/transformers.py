@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ....errors import ArgumentError, UnsupportedError
-from ...transports.choose_transport import TransportName
-from ..dispatcher import TokenDispatcher
-from ..expert_placement import experts_of_shards
-from ..options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
+from ...errors import ArgumentError, UnsupportedError
+from ..moe.dispatcher import TokenDispatcher
+from ..moe.expert_placement import experts_of_shards
+from ..moe.options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
+from ..transports.choose_transport import TransportName
 
 IMPLEMENTATION = "shardweave"
 """The name in transformers' `ExpertsInterface`."""

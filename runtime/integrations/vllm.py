@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ....errors import ArgumentError, UnsupportedError
-from ...transports.choose_transport import TransportName
-from ..dispatcher import TokenDispatcher
-from ..options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
+from ...errors import ArgumentError, UnsupportedError
+from ..moe.dispatcher import TokenDispatcher
+from ..moe.options import DEFAULT_OPTIONS, OF_ROWS, DispatchOptions, refuse_options
+from ..transports.choose_transport import TransportName
 
 
 class _Unregistered:

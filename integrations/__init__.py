@@ -1,0 +1,1 @@
+"""shardweave in other libraries: one module for each, which may import that library."""

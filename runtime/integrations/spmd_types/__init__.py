@@ -1,0 +1,1 @@
+"""spmd_types: redistribution by its types, and its collectives on shardweave."""
