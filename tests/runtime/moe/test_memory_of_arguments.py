@@ -13,7 +13,8 @@ from rank_processes import run_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from shardweave import ArgumentError, TokenDispatcher
+from shardweave import TokenDispatcher
+from shardweave.errors import ArgumentError
 from shardweave.runtime.moe.options import DispatchOptions
 
 T, H, K, E, RANKS = 12, 40, 2, 4, 2
