@@ -4,8 +4,8 @@
 - Index sets: `index_sets` (what a rank holds), `intersection` (what two ranks have in common).
 - Steps: `layout_change` is what changes, on one mesh or between two; `exchange` makes its `transfer_table`;
   `build_steps` makes the records of `steps`.
-- Cost: `topology` is the model, `hardware` the figures of kinds of hardware; `cost`, `cross_mesh_cost` and `node_cost`
-  price steps on the ranks of `priced_ranks`; `byte_bound` is the lower bound on bytes.
+- Cost: `topology` is the model, `hardware` the figures of kinds of hardware; `step_cost`, `cross_mesh_cost` and
+  `node_cost` price steps on the ranks of `priced_ranks`; `byte_bound` is the lower bound on bytes.
 - Plans: `plan` checks a `request` (`arguments`), splits mesh dims (`mesh_split`), and finds a `path` by `search` over
   `intermediate_layouts`, with reductions of `bounded_fan_in`; `cross_mesh_plan` for two meshes, `batch` for several
   tensors, `local_slice` for requests that need no program.

@@ -32,7 +32,7 @@ class BalancedExperts:
     """The result of `balance_experts`.
 
     Attributes:
-        expert_map: the experts of each rank, for `TokenDispatcher(expert_map=)` and `move_experts`.
+        expert_map: the experts of each rank, for `DispatchOptions(expert_map=)` and `move_experts`.
         per_rank: the (token, k) pairs of each rank with this map.
         imbalance: the maximum of per_rank divided by its mean; 1 without tokens.
         crossing: the fraction of pairs whose expert is on another node than their token; 0 without tokens.
