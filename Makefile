@@ -1,5 +1,5 @@
 # make demo | bench | test | test-long | test-nightly | nightly | test-torch | test-newest | faults | soak | check | docs |
-# docs-site | gpu:
+# docs-site | overlap | gpu:
 # each sets up what it needs.
 
 VENV ?= .venv
@@ -74,13 +74,14 @@ $(TORCH_READY): pyproject.toml constraints.txt
 # transports. Of the kernels of tokens each is compiled as it is launched.
 NEWEST ?= $(shell sed -n 's/^torch==//p' requirements-newest.txt)
 NEWEST_WORKERS ?= 1
-DTENSOR_ON_NEWEST := drop_in redistribute fsdp checkpoint checkpointable_tensor sharding_costs dispatch_modes spmd_types \
+DTENSOR_ON_NEWEST := drop_in redistribute fsdp checkpoint checkpointable_tensor sharding_costs dispatch_modes \
     shard_to_partial
 TOKEN_KERNELS := tests/kernels/test_token_kernels_aot.py
 LAUNCHED := test_launched_token_kernels_are_vectorised
 ON_NEWEST := $(DTENSOR_ON_NEWEST:%=tests/runtime/dtensor/test_%.py) tests/runtime/test_torch_private_names.py \
-    tests/runtime/test_flight_recorder.py tests/runtime/moe/test_compile.py tests/runtime/moe/test_token_switch*.py \
-    tests/runtime/moe/test_torchtitan_*.py tests/kernels/test_aot.py $(TOKEN_KERNELS)::$(LAUNCHED) \
+    tests/runtime/test_flight_recorder.py tests/runtime/moe/test_compile.py \
+    tests/runtime/integrations/test_spmd_types.py tests/runtime/integrations/test_token_switch*.py \
+    tests/runtime/integrations/test_torchtitan_*.py tests/kernels/test_aot.py $(TOKEN_KERNELS)::$(LAUNCHED) \
     tests/kernels/test_triton_launcher.py tests/kernels/test_compiled_loops.py tests/kernels/test_token_loops.py \
     tests/cli/test_doctor.py
 test-newest:
@@ -88,7 +89,7 @@ test-newest:
 	    ARGS='-k "not process_group and not hierarchical" $(ARGS)'
 
 # A rank dies, stops, raises or exits at each of many points; and many random calls, with memory watched. They take so long
-# at most, and print tables: docs/reliability.md has the figures.
+# at most, and print tables.
 SECONDS ?= 600
 faults soak: $(READY)
 	"$(BIN)/python" -m shardweave.bench.reliability.$@ --seconds $(SECONDS) $(ARGS)

@@ -27,7 +27,7 @@ from ..runtime.dtensor.local import run_redistribution
 from ..runtime.dtensor.redistribute_options import RedistributeOptions
 from ..runtime.tracing.trace_file import Entry
 from ..runtime.transports.choose_transport import TransportName
-from .replay_values import Values
+from .replay_values import Values, difference
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 _REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)
@@ -90,7 +90,7 @@ def _replay(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh], setting: S
 
     def fault_of(result: torch.Tensor) -> str | None:
         # The expected values are made each time, so that they do not take memory while the case is timed.
-        return None if unchecked else _fault(result.cpu(), values.target(entry.target, other.shape, target_at))
+        return None if unchecked else difference(result.cpu(), values.target(entry.target, other.shape, target_at))
 
     fault = fault_of(ours(mine))
     notes = [f"not checked: {unchecked}"] if unchecked else []
@@ -170,13 +170,3 @@ def _stock(case: Case, source: DTensorSpec, target: DTensorSpec) -> Call:
         return redistributed
     group = source.mesh.get_group(0)
     return {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}[case.collective]
-
-
-def _fault(result: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """The difference between a result and the expected tensor, as text; None if they are equal."""
-    if result.shape != expected.shape or result.dtype != expected.dtype:
-        return f"has {result.dtype}{list(result.shape)}, not {expected.dtype}{list(expected.shape)}"
-    if result.dtype.itemsize == 1 and result.dtype.is_floating_point:
-        result, expected = result.float(), expected.float()
-    differ = int((result != expected).sum())
-    return f"{differ} of {result.numel()} elements differ" if differ else None

@@ -1,4 +1,4 @@
-"""The values of a replayed redistribution, and each rank's part of them.
+"""The values of a replayed redistribution, each rank's part of them, and the comparison of results with these.
 
 Each element follows from its index alone, so no rank makes the whole tensor, and the expected result does not depend on
 either side.
@@ -105,6 +105,16 @@ class Values:
         assert total is not None
         values = torch.from_numpy(total // divide_by)
         return (values.float() if self.dtype.is_floating_point else values).to(self.dtype)
+
+
+def difference(result: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """The difference between a result and the expected tensor, as text; None if they are equal."""
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"has {result.dtype}{list(result.shape)}, not {expected.dtype}{list(expected.shape)}"
+    if result.dtype.itemsize == 1 and result.dtype.is_floating_point:
+        result, expected = result.float(), expected.float()
+    differ = int((result != expected).sum())
+    return f"{differ} of {result.numel()} elements differ" if differ else None
 
 
 def _fits(choices: Sequence[int], dtype: torch.dtype, op: str, terms: int, divisor: int) -> bool:

@@ -153,11 +153,11 @@ def _inputs(name: str) -> tuple[Callable[[str, Path], None], list[str], Callable
         programs.append(shardweave.plan((2, 2), (6, 4), "float32", "P S1", "S0", target_mesh=other))
         return program, [one.to_json() for one in programs], changed_json
     if name == "traces":
-        return trace, [_text_of("bench", "workloads", "recorded", n) for n in TRACES], changed_json
+        return trace, [_text_of("tests", "cli", "traces", n) for n in TRACES], changed_json
     return command_line, list(COMMANDS), changed_text
 
 
-TRACES = sorted(path.name for path in (ROOT / "bench" / "workloads" / "recorded").glob("*.json"))[:2]
+TRACES = sorted(path.name for path in (ROOT / "tests" / "cli" / "traces").glob("*.json"))[:2]
 NVLINK_NODE_FIGURES = {name: NVLINK_NODE.to_dict()[name] for name in ("node", "memory_gigabytes_per_s", "call_us")}
 NAMES = ("layouts", "topologies", "figures", "programs", "traces", "command line")
 GATE = 40

@@ -148,13 +148,3 @@ def _joined(parts: Sequence[Sequence[np.ndarray]], sizes: Sequence[int]) -> np.n
 
 _COLUMNS = tuple([f.name for f in fields(TransferTable) if f.name != "axes"])
 _BOX_COLUMNS = _COLUMNS[2:]
-
-
-def elements_between(table: TransferTable, positions: int) -> np.ndarray:
-    """[positions, positions] the elements that each rank sends to each, by the boxes of all ranks."""
-    receiver = np.broadcast_to(table.receiver[:, None], table.sender.shape)
-    elements = np.broadcast_to(table.elements[:, None], table.sender.shape)
-    sent = table.sender != FILL
-    between = np.zeros((positions, positions), dtype=np.int64)
-    np.add.at(between, (table.sender[sent], receiver[sent]), elements[sent])
-    return between

@@ -22,6 +22,7 @@ from ..executor.dispatch_modes import (
     REPLACES,
     REPORTS,
     active_modes,
+    count_dispatch_modes,
     is_traced,
     note_decision,
     traces_into_graph,
@@ -37,7 +38,6 @@ from .redistribute_options import RedistributeOptions
 
 Stock = Callable[..., torch.Tensor]
 stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
-_count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _OTHER_TENSOR_TYPE = "local tensor is a "
 _OTHER_MESH = "a mesh that install(only=) leaves out"
 _ONE_RANK = "world size 1"
@@ -57,10 +57,10 @@ def redistribute_local_tensor(
     the same name and signature.
 
     What shardweave does not carry out is left to torch, counted by reason in `stats().delegations`, and logged once per
-    reason: tracing; fake and other wrapped tensors; dispatch modes that report torch's collectives, replace tensors or
-    are unknown; unsupported placements; shards along mesh dims whose ranks do not ascend; a world of one rank; unknown
-    backends; and what `install` excludes. Other dispatch modes, such as selective activation checkpointing, see the
-    redistribution as one operator.
+    reason: wrapped tensors other than fake ones; tracing with `install(traced=False)`; dispatch modes that report
+    torch's collectives, replace tensors without tracing, or are unknown; unsupported placements; shards along mesh dims
+    whose ranks do not ascend; a world of one rank; unknown backends; and what `install` excludes. Other dispatch modes,
+    such as selective activation checkpointing, see the redistribution as one operator.
 
     Args:
         local_tensor: this rank's shard, of the shape that `current_spec` gives it; any strides.
@@ -86,7 +86,7 @@ def redistribute_local_tensor(
     if isinstance(x, AsyncCollectiveTensor):
         x = x.wait()
     options = redistribute_options.default
-    under_modes = bool(_count_dispatch_modes())
+    under_modes = bool(count_dispatch_modes())
     # A request that was carried out before needs none of the checks below, an eighth of the host time of a small call.
     may_repeat = (
         type(x) in PLAIN_TENSORS

@@ -29,6 +29,7 @@ from ..transports.select import AnyTransport, transports_of, why_not_backend
 from ..transports.streams import SideStream, order_on
 from .active_ranks import ActiveRanks, check_active
 from .autograd import combine_tokens, dispatch_tokens
+from .check_calls import check_combine, check_dispatch, packed_tokens
 from .config import DispatchConfig
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
@@ -42,7 +43,6 @@ from .transfer.dedupe import DedupedTransfer, with_dedupe
 from .transfer.levels import pushed_inside, two_sided_transfer, windows_inside, with_levels
 from .transfer.push import PushTransfer
 from .transfer.window import WindowTransfer
-from .validate import check_combine, check_dispatch, packed_tokens
 
 T = TypeVar("T")
 

@@ -15,6 +15,7 @@ import torch
 
 from .dispatch_record import DispatchRecord, Tokens, empty_record
 from .engine import Received, TokenEngine, engine_of
+from .operations import records_of, tensors_of
 
 Tensors = list[torch.Tensor]
 
@@ -41,7 +42,7 @@ def combine(
 ) -> None:
     """`engine._run_combine` as an operator."""
     _combine_op(
-        engine.state.tensor, list(outs), engine.handle, _flattened(records), list(values), list(weights), list(adds)
+        engine.state.tensor, list(outs), engine.handle, tensors_of(records), list(values), list(weights), list(adds)
     )  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def dispatch_backward(
         engine.state.tensor,
         [*outs, *of_weights],
         engine.handle,
-        _flattened(records),
+        tensors_of(records),
         list(gradients),
         list(weight_gradients),
     )
@@ -75,7 +76,7 @@ def combine_backward(
     outs = [g.new_empty(engine.config.rows, engine.config.hidden) for g in gradients]
     of_weights = [torch.empty_like(r.weights) for r in records] if values else []
     _combine_backward_op(
-        engine.state.tensor, [*outs, *of_weights], engine.handle, _flattened(records), list(gradients), list(values)
+        engine.state.tensor, [*outs, *of_weights], engine.handle, tensors_of(records), list(gradients), list(values)
     )  # fmt: skip
     return outs, of_weights
 
@@ -88,15 +89,6 @@ def new_sums(engine: TokenEngine, records: Sequence[DispatchRecord]) -> Tensors:
 
 def _new_weight_gradients(records: Sequence[DispatchRecord]) -> Tensors:
     return [r.rows.key.new_empty(r.rows.key.shape, dtype=torch.float32) for r in records]
-
-
-def _flattened(records: Sequence[DispatchRecord]) -> Tensors:
-    return [tensor for record in records for tensor in record.tensors()]
-
-
-def _records(engine: TokenEngine, tensors: Tensors) -> list[DispatchRecord]:
-    each = len(tensors) // len(engine.transfers)
-    return [DispatchRecord.of(tensors[i : i + each]) for i in range(0, len(tensors), each)]
 
 
 def _operator(name: str, arguments: str, body: Callable[..., None]) -> Any:
@@ -132,14 +124,16 @@ def _dispatch_into(engine: TokenEngine, outs: Tensors, xs: Tensors, ids: Tensors
 def _combine_into(
     engine: TokenEngine, outs: Tensors, records: Tensors, values: Tensors, weights: Sequence[Any], adds: Sequence[Any]
 ) -> None:
-    engine._run_combine(_records(engine, records), values, outs, weights, adds)
+    engine._run_combine(records_of(records, len(engine.transfers)), values, outs, weights, adds)
 
 
 def _dispatch_backward_into(
     engine: TokenEngine, outs: Tensors, records: Tensors, gradients: Tensors, weight_gradients: Tensors
 ) -> None:
     n = len(gradients)
-    results = engine._run_dispatch_backward(_records(engine, records), gradients, weight_gradients, outs[:n])
+    results = engine._run_dispatch_backward(
+        records_of(records, len(engine.transfers)), gradients, weight_gradients, outs[:n]
+    )
     for out, of_weights in zip(outs[n:], results, strict=True):
         out.copy_(of_weights)
 
@@ -148,7 +142,9 @@ def _combine_backward_into(
     engine: TokenEngine, outs: Tensors, records: Tensors, gradients: Tensors, values: Tensors
 ) -> None:
     n = len(gradients)
-    engine._run_combine_backward(_records(engine, records), gradients, values, outs[:n], outs[n:] or None)
+    engine._run_combine_backward(
+        records_of(records, len(engine.transfers)), gradients, values, outs[:n], outs[n:] or None
+    )
 
 
 _dispatch_op = _operator("dispatch_tokens", "Tensor[] xs, Tensor[] ids, Tensor[] weights", _dispatch_into)

@@ -13,6 +13,7 @@ from ...kernels import on_device
 from ..executor.dispatch_modes import hidden_from_modes
 from ..transports.in_process import InProcessTransport, run_all
 from .autograd import combine_tokens, dispatch_tokens
+from .check_calls import check_combine, check_dispatch, packed_tokens
 from .config import DispatchConfig
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
@@ -23,7 +24,6 @@ from .routed import RoutedTokens
 from .transfer.base import Steps, TokenTransfer
 from .transfer.levels import two_sided_transfer
 from .transfer.push import PushTransfer
-from .validate import check_combine, check_dispatch, packed_tokens
 
 T = TypeVar("T")
 

@@ -51,12 +51,12 @@ def messages(rank: int) -> list[tuple[str, str, str]]:
 def test_events_and_their_levels() -> None:
     first, second = run_ranks(messages, 2)
     expected = [
-        ("INFO", "dtensor.install", r"installed: .* \(topology=None, .*only=.*; torch 2.*, triton 3.*\)"),
+        ("INFO", "install", r"installed: .* \(topology=None, .*only=.*; torch 2.*, triton 3.*\)"),
         ("INFO", "transports.select", r"ranks \(0, 1\) exchange by \w+: .*"),
         ("DEBUG", "executor.call", r"bound S0 → R   float32\[5\] on .*: receives 8 bytes by \w+"),
         ("INFO", "statistics", r"left to torch: a mesh that install\(only=\) leaves out .*Further ones are counted.*"),
         ("DEBUG", "statistics", r"left to torch: a mesh that install\(only=\) leaves out .*\)"),
-        ("INFO", "dtensor.install", "uninstalled: .* run on torch"),
+        ("INFO", "install", "uninstalled: .* run on torch"),
         ("DEBUG", "moe.dispatcher", r"made token dispatcher 1 of these ranks: 2 experts.*: \w+, .*"),
     ]  # fmt: skip
     assert len(first) == len(expected), first

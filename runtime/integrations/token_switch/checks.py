@@ -9,7 +9,7 @@ import torch
 from ....errors import ArgumentError, shown
 from ....kernels import MOST_K, PAYLOADS
 from ...dtensor.overlap import overlaps_itself
-from ...moe.validate import FLOATS, check_memory, check_writable
+from ...moe.check_calls import FLOATS, check_memory, check_writable
 from .switch_engine import LAYOUTS, RoutingHandle, SwitchEngine
 
 INTEGERS = (torch.int64, torch.int32)

@@ -10,7 +10,7 @@ import torch
 
 from ....kernels import host_empty
 from .segments import PrivateSegment
-from .tensors import Pool
+from .shared_pool import Pool
 
 _LEAST_POOLED = 1 << 16
 """Bytes of a tensor; what is smaller comes from memory that torch's allocator keeps anyway."""

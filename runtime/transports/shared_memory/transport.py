@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import select
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,13 +21,31 @@ from ..rendezvous.calls import CallRecord
 from ..rendezvous.long_wait import FIRST_POLL, LongWait
 from ..rendezvous.rendezvous import Rendezvous
 from ..rendezvous.store_texts import malformed
+from .control_page import (
+    CALL,
+    DIRECTORY,
+    FAILED,
+    FINGERPRINT,
+    NO_BUFFER,
+    NO_SEGMENT,
+    NUMBER,
+    OFFSET,
+    REFUSED,
+    SECOND_OFFSET,
+    SECOND_SEGMENT,
+    SEGMENT,
+    SLEEPS_FOR,
+    SLOT_WORDS,
+    SLOTS,
+    Address,
+    Offer,
+)
+from .peer_process import PeerProcess
 from .receive_buffers import ReceiveBuffers
 from .segments import (
     Segment,
     SegmentKey,
-    bytes_of,
     is_running,
-    open_segment,
     process_namespace,
     sleep_on,
     unlink_names,
@@ -37,22 +53,8 @@ from .segments import (
     uses_names,
     wake,
 )
-from .tensors import MAX_SEGMENTS, SharedPool
+from .shared_pool import SharedPool
 
-Address = tuple[int, int, int]  # rank, segment, offset
-Offer = Address | tuple[int, int, int, int, int]  # of two buffers: then the segment and offset of the second
-
-# The control page of a rank, in 8-byte words, which only this rank writes. It has a slot for each peer and parity of
-# the barrier's number. The number is stored last (x86-64 keeps stores in order), so that a reader of it sees the rest.
-_FAILED, _SLEEPS_FOR, _CALL = 0, 1, 2
-_DIRECTORY = 8
-_SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
-_SLOT_WORDS = 8
-_NUMBER, _FINGERPRINT, _SEGMENT, _OFFSET, _SECOND_OFFSET = range(5)
-_NO_SEGMENT = MAX_SEGMENTS
-_SECOND_SEGMENT = 16  # from this bit on `_SEGMENT` has the segment of a second buffer, plus 1; 0: there is none
-_NO_BUFFER: Address = (0, _NO_SEGMENT, 0)
-_REFUSED = 0  # in place of a fingerprint
 _MOST_KEYS = (1 << 63) - 1
 _EAGER_POLLS = 50
 _CACHED_ADDRESSES = 4096
@@ -82,63 +84,6 @@ def machine_name() -> str:
         raise TransportError(f"reading {path}: {own_limit(error) or error}") from error
 
 
-class _Peer:
-    """A peer's control page and segments, mapped into this process, and a descriptor that is readable after its death.
-
-    Attributes:
-        barriers: the number of barriers with this peer so far.
-        awaited: whether this rank has waited at the last of them; False after it refused.
-        kept: memory that the peer may write until then.
-    """
-
-    def __init__(self, rank: int, key: SegmentKey) -> None:
-        self.rank, self.pid, self.named, self._key = rank, key.pid, key.named, key
-        try:
-            self.pidfd: int | None = os.pidfd_open(key.pid)
-        except (OSError, AttributeError):
-            self.pidfd = None
-        mapped = open_segment(key, str(self))
-        self.page = memoryview(mapped).cast("Q")
-        self.address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
-        self.barriers = 0
-        self.awaited = True
-        self.kept: object = None
-        self.slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
-        self._segments: dict[int, torch.Tensor] = {}
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid})"
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # globals may be gone when the interpreter ends
-        descriptor = getattr(self, "pidfd", None)
-        if descriptor is not None:
-            try:
-                close(descriptor)
-            except OSError:
-                pass
-
-    def has_died(self) -> bool:
-        if self.pidfd is None:
-            return not is_running(self.pid)
-        poller = select.poll()
-        poller.register(self.pidfd, select.POLLIN)
-        return bool(poller.poll(0))
-
-    def segment(self, index: int) -> torch.Tensor:
-        segment = self._segments.get(index)
-        if segment is None:
-            key = self._key._replace(handle=self.page[_DIRECTORY + index])
-            try:
-                mapped = open_segment(key, str(self))
-            except (FileNotFoundError, PermissionError) as error:
-                if isinstance(error, PermissionError) and is_running(self.pid):
-                    raise TransportError(f"the memory of {self} may no longer be mapped: {error}") from error
-                what = f"{self} is gone, and its memory with it" if self.has_died() else f"the memory of {self} is gone"
-                raise PeerError(f"{what}: {error}") from error
-            segment = self._segments[index] = bytes_of(mapped)
-        return segment
-
-
 class SharedMemoryTransport:
     """Ranks of a process group on one machine that write into each other's shared memory.
 
@@ -163,12 +108,12 @@ class SharedMemoryTransport:
         named = uses_names()
         if named:
             unlink_names_of_the_dead()
-        self._control = Segment("shardweave-control", 8 * (_SLOTS + 2 * _SLOT_WORDS * size), named)
+        self._control = Segment("shardweave-control", 8 * (SLOTS + 2 * SLOT_WORDS * size), named)
         self._page = memoryview(self._control.map).cast("Q")
         self._pool = SharedPool("shardweave-pool", named)
-        self._slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
-        self._peers: dict[int, _Peer] = {}
-        self._peers_of: dict[tuple[int, ...], list[_Peer]] = {}
+        self._slots = tuple(SLOTS + (2 * rank + parity) * SLOT_WORDS for parity in (0, 1))
+        self._peers: dict[int, PeerProcess] = {}
+        self._peers_of: dict[tuple[int, ...], list[PeerProcess]] = {}
         self._addresses: dict[int, Address] = {}  # a place in the pool never changes
         self._opened: dict[tuple[Address, int], torch.Tensor] = {}  # of peers, likewise
         self._receive_buffers: dict[tuple[int, ...], ReceiveBuffers] = {}
@@ -209,7 +154,7 @@ class SharedMemoryTransport:
 
     def _first_address(self, buffer: torch.Tensor, pointer: int) -> Address:
         segment, offset = self._pool.place(buffer)
-        entry = _DIRECTORY + segment
+        entry = DIRECTORY + segment
         if self._page[entry] == 0:
             self._page[entry] = self._pool.segments[segment].key.handle
         if pointer:  # else it has no elements
@@ -237,7 +182,7 @@ class SharedMemoryTransport:
     def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Offer, object]:
         if len(buffers) == 1:
             (buffer,) = buffers
-            return _NO_BUFFER if buffer is None else self.address(buffer), None
+            return NO_BUFFER if buffer is None else self.address(buffer), None
         if len(buffers) == 2:
             first, second = buffers
             if first is not None and second is not None:
@@ -272,7 +217,7 @@ class SharedMemoryTransport:
 
     def fail(self, error: TransportError) -> None:
         """Notify every peer that waits for this rank, now or later, that it has failed. The first error is kept."""
-        self._page[_FAILED] = 1
+        self._page[FAILED] = 1
         self.error = self.error or error
         self.rendezvous.reports.fail(f"rank {self.rank} failed: {self.error}")
         self._pool.freeze()
@@ -289,13 +234,13 @@ class SharedMemoryTransport:
         the first call with them, and for those that have not arrived where it refused before.
         """
         all_meet = all_meet and first_group == participants
-        mark = _NO_BUFFER
+        mark = NO_BUFFER
         if all_meet:
             self.rendezvous.session(participants)  # where peers that have not met this rank wait for it
-            mark = self.rank, _NO_SEGMENT, _key_of(self.rendezvous.calls.current)
+            mark = self.rank, NO_SEGMENT, _key_of(self.rendezvous.calls.current)
         peers = tuple(rank for rank in first_group if rank != self.rank)
         connected = self._peers_of.get(peers) or self._connect_all(peers)
-        self._notify(connected, _REFUSED, mark)
+        self._notify(connected, REFUSED, mark)
         # Peers that have not arrived may still push into what was kept for the call.
         kept = self._drop_kept(participants) if all_meet else None
         for peer in connected:
@@ -309,25 +254,25 @@ class SharedMemoryTransport:
 
     def enter_call(self, key: int) -> None:
         """Tell peers which call this rank is in; 0: none. For the flight recorder, which peers may not have."""
-        self._page[_CALL] = key
+        self._page[CALL] = key
 
     def late_peers(self) -> list[tuple[int, int]]:
         """The peers in the same call that have not arrived at the last barrier with this rank, with the number of that
         barrier. May be called on any thread."""
-        key = self._page[_CALL]
+        key = self._page[CALL]
         late = []
         for peer in list(self._peers.values()):
             number = peer.barriers
-            if key and peer.page[_CALL] == key and peer.page[self._slots[number & 1] + _NUMBER] < number:
+            if key and peer.page[CALL] == key and peer.page[self._slots[number & 1] + NUMBER] < number:
                 late.append((peer.rank, number))
         return late
 
-    def _notify(self, peers: list[_Peer], fingerprint: int, offer: Offer) -> None:
+    def _notify(self, peers: list[PeerProcess], fingerprint: int, offer: Offer) -> None:
         """Notify peers that this rank has arrived at the next barrier with them."""
         page, me = self._page, self.rank + 1
         segment, offset, second_offset = offer[1], offer[2], 0
         if len(offer) == 5:
-            segment, second_offset = segment | (offer[3] + 1) << _SECOND_SEGMENT, offer[4]
+            segment, second_offset = segment | (offer[3] + 1) << SECOND_SEGMENT, offer[4]
         for peer in peers:
             if not peer.awaited:
                 # There are two slots: the peer has read the one to overwrite only when it arrives at the last barrier.
@@ -335,29 +280,29 @@ class SharedMemoryTransport:
                 peer.awaited, peer.kept = True, None
             number = peer.barriers = peer.barriers + 1
             slot = peer.slots[number & 1]
-            page[slot + _FINGERPRINT] = fingerprint
-            page[slot + _SEGMENT] = segment
-            page[slot + _OFFSET] = offset
-            page[slot + _SECOND_OFFSET] = second_offset
-            page[slot + _NUMBER] = number
-            if peer.page[_SLEEPS_FOR] == me:
+            page[slot + FINGERPRINT] = fingerprint
+            page[slot + SEGMENT] = segment
+            page[slot + OFFSET] = offset
+            page[slot + SECOND_OFFSET] = second_offset
+            page[slot + NUMBER] = number
+            if peer.page[SLEEPS_FOR] == me:
                 wake(self._control.address + 8 * slot)
 
-    def _arrive(self, request: Barrier) -> list[_Peer]:
+    def _arrive(self, request: Barrier) -> list[PeerProcess]:
         peers = self._peers_of.get(request.peers) or self._connect_all(request.peers)
-        self._notify(peers, request.fingerprint, request.offer or _NO_BUFFER)
+        self._notify(peers, request.fingerprint, request.offer or NO_BUFFER)
         if request.during_wait is not None:
             request.during_wait()
         return peers
 
-    def _wait_all(self, peers: list[_Peer], fingerprint: int) -> list[Offer | None]:
+    def _wait_all(self, peers: list[PeerProcess], fingerprint: int) -> list[Offer | None]:
         """Wait for peers at the current barrier. Returns what they offer."""
         offers: list[Offer | None] = []
-        refused: _Peer | None = None
+        refused: PeerProcess | None = None
         for peer in peers:
             number, theirs = peer.barriers, peer.page
             slot = self._slots[number & 1]
-            if theirs[slot + _NUMBER] != number:
+            if theirs[slot + NUMBER] != number:
                 try:
                     self._wait(peer, slot)
                 except PeerError:
@@ -368,48 +313,48 @@ class SharedMemoryTransport:
                     for other in peers:
                         self._check_fingerprint(other, fingerprint)
                     raise
-            if theirs[slot + _FINGERPRINT] != fingerprint:
+            if theirs[slot + FINGERPRINT] != fingerprint:
                 if self._has_refused_recoverably(peer, peers):
                     refused = peer  # raised once all have arrived
                     continue
                 self._check_fingerprint(peer, fingerprint)
-            segment = theirs[slot + _SEGMENT]
-            if segment == _NO_SEGMENT:
+            segment = theirs[slot + SEGMENT]
+            if segment == NO_SEGMENT:
                 offers.append(None)
-            elif segment < _NO_SEGMENT:
-                offers.append((peer.rank, segment, theirs[slot + _OFFSET]))
+            elif segment < NO_SEGMENT:
+                offers.append((peer.rank, segment, theirs[slot + OFFSET]))
             else:
-                first, second = segment & ((1 << _SECOND_SEGMENT) - 1), (segment >> _SECOND_SEGMENT) - 1
-                offers.append((peer.rank, first, theirs[slot + _OFFSET], second, theirs[slot + _SECOND_OFFSET]))
+                first, second = segment & ((1 << SECOND_SEGMENT) - 1), (segment >> SECOND_SEGMENT) - 1
+                offers.append((peer.rank, first, theirs[slot + OFFSET], second, theirs[slot + SECOND_OFFSET]))
         if refused is not None:
             self._drop_kept(self.rendezvous.calls.current.ranks)
             raise self.rendezvous.errors.refused(refused.rank, recoverable=True)
         return offers
 
-    def _has_refused_recoverably(self, peer: _Peer, peers: list[_Peer]) -> bool:
+    def _has_refused_recoverably(self, peer: PeerProcess, peers: list[PeerProcess]) -> bool:
         """Whether a peer that has arrived at the current barrier refused exactly this call, all ranks of which meet in
         this barrier. Then no rank is in it any longer once all have arrived."""
         call, theirs, slot = self.rendezvous.calls.current, peer.page, self._slots[peer.barriers & 1]
         return (
-            theirs[slot + _FINGERPRINT] == _REFUSED
-            and theirs[slot + _OFFSET] == _key_of(call)
+            theirs[slot + FINGERPRINT] == REFUSED
+            and theirs[slot + OFFSET] == _key_of(call)
             and len(peers) + 1 == len(call.ranks)
         )
 
-    def _check_fingerprint(self, peer: _Peer, fingerprint: int) -> None:
+    def _check_fingerprint(self, peer: PeerProcess, fingerprint: int) -> None:
         """
         Raises:
             DisagreementError: a peer arrived at the current barrier with another fingerprint.
         """
         slot = self._slots[peer.barriers & 1]
-        theirs = peer.page[slot + _FINGERPRINT]
+        theirs = peer.page[slot + FINGERPRINT]
         # A rank that refuses does not wait: its number may be larger.
-        if peer.page[slot + _NUMBER] < peer.barriers or theirs == fingerprint:
+        if peer.page[slot + NUMBER] < peer.barriers or theirs == fingerprint:
             return
         errors = self.rendezvous.errors
-        raise errors.refused(peer.rank, recoverable=False) if theirs == _REFUSED else errors.disagreement(peer.rank)
+        raise errors.refused(peer.rank, recoverable=False) if theirs == REFUSED else errors.disagreement(peer.rank)
 
-    def _wait(self, peer: _Peer, slot: int) -> None:
+    def _wait(self, peer: PeerProcess, slot: int) -> None:
         """Wait until a peer has arrived at the current barrier.
 
         Raises:
@@ -424,12 +369,12 @@ class SharedMemoryTransport:
                 return
         start, wait = time.monotonic(), None
         # The peer wakes this rank if it sees that it sleeps for it; each sleep is bounded in any case.
-        self._page[_SLEEPS_FOR] = peer.rank + 1
+        self._page[SLEEPS_FOR] = peer.rank + 1
         try:
             while (seen := page[slot]) < number:
                 waited = time.monotonic() - start
                 # A peer that failed or died may have arrived at this barrier before.
-                if page[_FAILED] and page[slot] < number:
+                if page[FAILED] and page[slot] < number:
                     why = self.rendezvous.errors.why_late(peer.rank)
                     raise PeerError(f"{peer} failed{self._waiting()}{why}")
                 if waited > _SHORTEST_NAP and peer.has_died() and page[slot] < number:
@@ -448,7 +393,7 @@ class SharedMemoryTransport:
                             raise
                 sleep_on(peer.address + 8 * slot, seen, min(max(waited / 4, _SHORTEST_NAP), _LONGEST_NAP))
         finally:
-            self._page[_SLEEPS_FOR] = 0
+            self._page[SLEEPS_FOR] = 0
             if wait is not None:
                 wait.close()
 
@@ -456,11 +401,11 @@ class SharedMemoryTransport:
         """For the error of a peer: that this rank was waiting for it, and in which call."""
         return f"; rank {self.rank} was waiting for it in {self.rendezvous.calls.current}"
 
-    def _connect_all(self, ranks: tuple[int, ...]) -> list[_Peer]:
+    def _connect_all(self, ranks: tuple[int, ...]) -> list[PeerProcess]:
         self._peers_of[ranks] = [self._peers.get(rank) or self._connect(rank) for rank in ranks]
         return self._peers_of[ranks]
 
-    def _connect(self, rank: int) -> _Peer:
+    def _connect(self, rank: int) -> PeerProcess:
         """Map a peer's control page.
 
         Raises:
@@ -472,7 +417,7 @@ class SharedMemoryTransport:
         if key is None:
             raise malformed(rank, text)
         try:
-            peer = self._peers[rank] = _Peer(rank, key)
+            peer = self._peers[rank] = PeerProcess(rank, key)
         except (FileNotFoundError, PermissionError) as error:
             if isinstance(error, FileNotFoundError) or not is_running(key.pid):
                 raise PeerError(

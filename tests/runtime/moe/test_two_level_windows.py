@@ -104,7 +104,7 @@ def on_one_level(nodes: Sequence[int], several: Sequence[dict[str, Any]]) -> lis
     """Rows beyond a chunk are dropped there as well."""
     make = partial(shardweave.moe.VirtualTokenDispatcher, len(nodes), one_sided=False, nodes=nodes)
     fixed = {**FIXED, "two_level": False}
-    return results_of(lambda **more: make(**{**SETTINGS, **fixed, **more}), several, range(len(nodes)))
+    return results_of(lambda **more: make(**with_options(**{**SETTINGS, **fixed, **more})), several, range(len(nodes)))
 
 
 @pytest.mark.parametrize(

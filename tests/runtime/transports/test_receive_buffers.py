@@ -20,8 +20,9 @@ from shardweave.errors import DisagreementError
 MIB = 1 << 20
 
 
-def many_calls(rank: int, calls: int) -> int:
+def many_calls(rank: int, calls: int, limit: int | None) -> int:
     """A random sequence of repeated requests of several groups and sizes, each call with new values."""
+    shardweave.memory.set_pool_limit(limit)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     coordinate = mesh.get_coordinate()
     row = mesh["b"]
@@ -62,10 +63,9 @@ def many_calls(rank: int, calls: int) -> int:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("limit", "calls"), [("", 150), ("0", 150), pytest.param("", 600, marks=pytest.mark.long)])
-def test_results_do_not_change_later(limit: str, calls: int) -> None:
-    environment = {"SHARDWEAVE_POOL_LIMIT": limit}
-    assert run_ranks(many_calls, 4, calls, environment=environment) == [calls + math.ceil(calls / 7)] * 4
+@pytest.mark.parametrize("limit", [None, 0])
+def test_results_do_not_change_later(limit: int | None) -> None:
+    assert run_ranks(many_calls, 4, 150, limit) == [150 + math.ceil(150 / 7)] * 4
 
 
 def disagree_later(rank: int) -> list[float]:

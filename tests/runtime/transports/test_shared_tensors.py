@@ -20,7 +20,7 @@ from shardweave.errors import ArgumentError, TransportError
 from shardweave.runtime.transports.shared_memory import allocator as allocators
 from shardweave.runtime.transports.shared_memory import memory_pressure, pool_controls
 from shardweave.runtime.transports.shared_memory.allocator import DEFAULT_LIMIT, block_size
-from shardweave.runtime.transports.shared_memory.tensors import SharedPool
+from shardweave.runtime.transports.shared_memory.shared_pool import SharedPool
 
 pytestmark = pytest.mark.plan
 
@@ -228,7 +228,7 @@ def test_memory_pressure_of_machine_and_container(tmp_path, monkeypatch: pytest.
 def test_tensors_that_outlive_modules_at_exit() -> None:
     code = """
 import sys, torch
-from shardweave.runtime.transports.shared_memory.tensors import SharedPool
+from shardweave.runtime.transports.shared_memory.shared_pool import SharedPool
 torch.kept = [SharedPool("shardweave-test", False).empty((3,), torch.float32) for _ in range(2)]
 torch.modules = list(sys.modules.values())  # the interpreter sets the names in modules that are alive to None
 """

@@ -74,7 +74,7 @@ def packed_tokens(
             given = f"{len(x)} payloads" if isinstance(x, Sequence) else shown(x)
             raise ArgumentError(
                 f"x{at}: {given}{' and scale' if scale is not None else ''}; allowed: one tensor; for others construct "
-                "the dispatcher with payloads="
+                "the dispatcher with options=DispatchOptions(payloads=…)"
             )
         return x
     assert config.packed is not None
