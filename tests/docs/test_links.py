@@ -11,6 +11,8 @@ import pytest
 from pages import PAGES, ROOT, page_id
 
 import shardweave
+import shardweave.checkpoint
+import shardweave.integrations
 from shardweave import errors
 
 pytestmark = pytest.mark.plan

@@ -25,7 +25,7 @@ HIDDEN, EXPERTS = 16, 6
 
 def hide_own_kernels() -> None:
     """Take this repository's root off the path: transformers imports a package named `kernels`, if there is one."""
-    root = Path(__file__).parents[4]
+    root = Path(__file__).parents[3]
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
 
 
