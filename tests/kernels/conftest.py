@@ -18,9 +18,11 @@ import pytest
 from warm_python import run_python
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILED = os.environ.get("SHARDWEAVE_TEST_PTX") == "1"
 REPORT = "SHARDWEAVE_INTERP_REPORT"
 HERE = Path(__file__).parent
 _outcomes = pytest.StashKey[dict[Path, dict[str, tuple[str, str]]]]()
+_driver = pytest.StashKey[object]()
 _selected = pytest.StashKey[dict[Path, list[str]]]()
 
 
@@ -45,6 +47,13 @@ def _is_interp(item: pytest.Item) -> bool:
     return item.get_closest_marker("interp") is not None and HERE in item.path.parents
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if COMPILED:
+        from ptx.driver import PtxDriver
+
+        config.stash[_driver] = PtxDriver(Path(tempfile.mkdtemp(prefix="shardweave-ptx-")))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     selected: dict[Path, list[str]] = defaultdict(list)
@@ -61,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if INTERPRETED or not _is_interp(pyfuncitem):
+    if INTERPRETED or COMPILED or not _is_interp(pyfuncitem):
         return None
     config, path = pyfuncitem.config, pyfuncitem.path
     outcomes = config.stash[_outcomes]
