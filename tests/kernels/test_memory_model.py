@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("z3", reason="z3-solver is not installed")
 from memory_model import Execution
-from ptx import Block, parse
+from ptx.text import parse
+from symbolic_ptx import Block
 
 pytestmark = pytest.mark.plan
 PLACES = {"one block": lambda i: (0, 0), "blocks": lambda i: (0, i), "GPUs": lambda i: (i, 0)}

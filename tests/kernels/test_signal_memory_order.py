@@ -15,7 +15,7 @@ import triton.language as tl
 z3 = pytest.importorskip("z3", reason="z3-solver is not installed")
 from exchange import Behaviour, Ranks, executions, fails, followed, last_write, recorded  # noqa: E402
 from memory_model import Event, Execution  # noqa: E402
-from ptx import Data  # noqa: E402
+from symbolic_ptx import Data  # noqa: E402
 
 from shardweave.kernels.channel import DISAGREES, FAILED  # noqa: E402
 from shardweave.kernels.store_word import store_word  # noqa: E402

@@ -1,7 +1,7 @@
 """Triton's driver for compiled kernels without a GPU: a launch executes the kernel's PTX in this process's memory.
 
-Kernels are compiled for sm_90, loaded and launched by Triton and by the package's own launchers; arguments arrive packed
-as for the driver of a GPU. For a process of its own: see `stub_libcuda`.
+Kernels are compiled for sm_90, loaded and launched by Triton and by the package's own launchers; arguments arrive
+packed as for the driver of a GPU. For a process of its own: see `stub_libcuda`.
 """
 
 from __future__ import annotations

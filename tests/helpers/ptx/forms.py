@@ -183,7 +183,8 @@ for _kind in ("b16", "b32", "b64", "u16", "u32", "u64", "pred"):
 # Comparisons.
 
 for _name, _compared, _kinds in (
-    ("eq", np.equal, "b16 b32 u32 b64 f64"), ("ne", np.not_equal, "b16 b32 s32 b64"), ("lt", np.less, "s32 u32 s64 u64 f32"),
+    ("eq", np.equal, "b16 b32 u32 b64 f64"), ("ne", np.not_equal, "b16 b32 s32 b64"),
+    ("lt", np.less, "s32 u32 s64 u64 f32"),
     ("le", np.less_equal, "s32 s64"), ("gt", np.greater, "s32 u32 s64"), ("ge", np.greater_equal, "s32 s64"),
 ):  # fmt: skip
     for _kind in _kinds.split():
@@ -282,7 +283,9 @@ for _name, _pick in (("max", np.maximum), ("min", np.minimum)):
         _define(f"{_name}.NaN.{_kind}", _with_nan(_pick, _kind), f"b{_kind[1:]}", _kind, _kind)
     _define(f"{_name}.NaN.f16x2", _halves(_on_halfs(_with_nan(_pick, "f16"))), "b32", "b32", "b32")
 for _kind in ("f32", "f64"):
-    _define(f"selp.{_kind}", lambda a, b, c: np.where(c, a, b), f"b{_kind[1:]}", f"b{_kind[1:]}", f"b{_kind[1:]}", "pred")
+    _define(
+        f"selp.{_kind}", lambda a, b, c: np.where(c, a, b), f"b{_kind[1:]}", f"b{_kind[1:]}", f"b{_kind[1:]}", "pred"
+    )
 
 # Conversions.
 

@@ -11,7 +11,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -29,8 +29,9 @@ _LANE = np.arange(LANES)
 _MEMORY_FORMS = frozenset(
     [f"{op}.global{vector}.{kind}" for op in ("ld", "st") for vector, kinds in
      (("", ("b8", "b16", "b32", "b64")), (".v2", ("b32", "b64")), (".v4", ("b32",))) for kind in kinds]
-    + [f"ld.shared{form}" for form in (".b8", ".b16", ".b32", ".b64", ".s32", ".v2.b8", ".v2.b32", ".v2.b64", ".v4.b16", ".v4.b32")]
-    + [f"st.shared{form}" for form in (".b8", ".b16", ".b32", ".b64", ".v2.b8", ".v2.b32", ".v2.b64", ".v4.b32")]
+    + [f"{op}.shared.{form}" for op in ("ld", "st") for form in
+       ("b8", "b16", "b32", "b64", "v2.b8", "v2.b32", "v2.b64", "v4.b16", "v4.b32")]
+    + ["ld.shared.s32"]
     + ["st.shared.cta.b32", "st.shared.cta.b64", "ld.acquire.sys.global.b64", "ld.relaxed.sys.global.b64",
        "ld.global.gpu.relaxed.b64", "ld.global.sys.acquire.b64", "ld.global.sys.relaxed.b64",
        "st.relaxed.sys.global.b64", "st.release.sys.global.b64"]
@@ -287,8 +288,8 @@ class _Decoder:
             function = special[operand]
             return lambda warp: (np.broadcast_to(np.asarray(function(warp)).astype(width), LANES), ALL)
         if operand.startswith("{"):
-            parts = [self._source(part.strip(), f"b{bits_of(kind) // operand.count(',') // 2}") for part in
-                     operand.strip("{} ").split(",")] if "," in operand else [self._source(operand.strip("{} "), kind)]  # fmt: skip
+            names = operand.strip("{} ").split(",")
+            parts = [self._source(name.strip(), f"b{bits_of(kind) // len(names)}") for name in names]
             return lambda warp: _packed([part(warp) for part in parts], width)
         if operand == "global_smem":
             value = 0
@@ -368,6 +369,7 @@ class _Decoder:
 
     def _control(self, one: Instruction) -> tuple[str, Any]:
         if one.form == "ret":
+
             def end(warp: Warp, lanes: int) -> None:
                 for part in warp.parts:
                     part.lanes &= ~lanes
@@ -375,6 +377,7 @@ class _Decoder:
 
             return "end", end
         if one.form in ("bar.sync", "bar.warp.sync"):
+
             def of_warp(warp: Warp, lanes: int) -> None:
                 warp.block.shared.warp_phases[warp.number] += 1
 
@@ -496,7 +499,9 @@ class _Decoder:
                 return
             else:
                 places = [at + np.uint64(i * nbytes) for i in range(count)]
-                results = [memory.load(p, nbytes, threads, one.text) if shared else memory.load(p, nbytes) for p in places]
+                results = [
+                    memory.load(p, nbytes, threads, one.text) if shared else memory.load(p, nbytes) for p in places
+                ]
             for write, values in zip(writes, results, strict=True):
                 spread = np.zeros(LANES, as_bits)
                 spread[active] = values
@@ -557,8 +562,8 @@ class _Decoder:
         return shuffle
 
     def _matrix(self, one: Instruction) -> Callable[[Warp, int], None]:
-        """ldmatrix and stmatrix: 8 × 8 elements of 2 bytes. Lane 8 i + r has the address of row r of matrix i; lane t has
-        the elements 2 (t mod 4) and the next of row t div 4 of each, or of the column where transposed."""
+        """ldmatrix and stmatrix: 8 × 8 elements of 2 bytes. Lane 8 i + r has the address of row r of matrix i; lane t
+        has the elements 2 (t mod 4) and the next of row t div 4 of each, or of the column where transposed."""
         words = [w for w in one.name[1:] if w not in ("sync", "aligned", "m8n8", "shared", "b16", "trans")]
         if len(words) != 1 or words[0] not in ("x1", "x2", "x4"):
             raise Fault(f"an instruction of a form that is not known: {one.text}")
@@ -568,7 +573,9 @@ class _Decoder:
         writes = [self._write(name, "b32") for name in listed] if loads else []
         sources = [] if loads else [self._source(name, "b32") for name in listed]
         row, column = (_LANE // 4)[:, None], (2 * (_LANE % 4))[:, None] + np.arange(2)
-        row, column = (column, np.broadcast_to(row, column.shape)) if transposed else (np.broadcast_to(row, column.shape), column)
+        row, column = (
+            (column, np.broadcast_to(row, column.shape)) if transposed else (np.broadcast_to(row, column.shape), column)
+        )
 
         def run(warp: Warp, lanes: int) -> None:
             if lanes != ALL:
@@ -618,5 +625,3 @@ def _atomic(
         elif before[i] == given[0][i]:
             memory.store(here, given[1][i : i + 1])
     return before
-
-

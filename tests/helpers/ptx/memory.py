@@ -127,10 +127,11 @@ class _Accesses:
         at_once &= (self._warp[at] != me // 32) | (self._warp_phase[at] == memory.warp_phases[me // 32])
         if at_once.any():
             i, j = np.argwhere(at_once)[0]
-            other = self._thread[at[i, j]]
+            before = self._thread[at[i, j]]
+            other = f"thread {before}" if before >= 0 else "others"
             raise MemoryFault(
-                f"{text}: thread {threads[i]} and {f'thread {other}' if other >= 0 else 'others'} access byte {at[i, j]} "
-                f"of shared memory without a barrier between, and one of them stores"
+                f"{text}: thread {threads[i]} and {other} access byte {at[i, j]} of shared memory without a barrier "
+                f"between, and one of them stores"
             )
 
     def add(self, at: np.ndarray, threads: np.ndarray, memory: SharedMemory) -> None:

@@ -19,7 +19,8 @@ import torch
 import z3
 from lone_rank import Alone
 from memory_model import Event, Execution, Node, mentions
-from ptx import Block, Data, Pruned, Word, parse
+from ptx.text import parse
+from symbolic_ptx import Block, Data, Pruned, Word
 from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot

@@ -10,11 +10,11 @@ import ctypes
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import z3
 from memory_model import SCOPES, Event, Node, Thread, constants_of
+from ptx.text import Instruction, Kernel
 
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel", "sc", "volatile")
 _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
@@ -33,39 +33,6 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
 
 class Pruned(Exception):
     """A path that is not followed: a thread polls a second time. The earlier polls of a wait only add order."""
-
-
-class Instruction(NamedTuple):
-    guard: str  # a register, "!" in front of it where its negation counts; empty: none
-    name: tuple[str, ...]
-    operands: tuple[str, ...]
-    text: str
-
-
-class Kernel(NamedTuple):
-    instructions: list[Instruction]
-    labels: dict[str, int]
-    parameters: list[str]
-
-
-@cache
-def parse(text: str) -> Kernel:
-    """The instructions of the only kernel of a PTX file, or of lines that are instructions."""
-    text = re.sub(r"//.*|/\*.*?\*/", "", text)
-    parameters = re.findall(r"\.param\s[^,)]*?(\w+_param_\d+)", text)
-    body = text[text.index("{") :].split("$L__func_end")[0] if ".entry" in text else text
-    instructions: list[Instruction] = []
-    labels: dict[str, int] = {}
-    body = re.sub(r"(\$?\w+):", r"\1:;", body)
-    for line in (re.sub(r"\s+", " ", part).strip() for part in re.sub(r"\.loc.*", "", body).split(";")):
-        line = line.lstrip("{} ") if not line.startswith("@") else line
-        if line.endswith(":"):
-            labels[line[:-1]] = len(instructions)
-        elif line and not line.startswith("."):
-            guard, name, operands = re.fullmatch(r"(?:@(\S+) )?(\S+) ?(.*)", line).groups()
-            parts = tuple(p.strip(" ") for p in re.findall(r"\[[^]]*\]|\{[^}]*\}|[^,\s][^,]*", operands))
-            instructions.append(Instruction(guard or "", tuple(re.split(r"\.|::", name)), parts, line))
-    return Kernel(instructions, labels, parameters)
 
 
 def _number(value: int, kind: str) -> int:
