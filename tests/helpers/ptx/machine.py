@@ -169,7 +169,8 @@ def _merge(warp: Warp) -> None:
 
 
 def _turn(warp: Warp, part: Part, accesses: int) -> None:
-    """Execute instructions of a part until it waits, ends, meets another part, or has made so many accesses."""
+    """Execute instructions of a part until it waits, ends, meets another part, or has accessed memory or begun a loop
+    anew so many times."""
     launch = warp.block.launch
     operations, executed = launch.code.operations, launch.executed
     while True:
@@ -202,7 +203,7 @@ def _turn(warp: Warp, part: Part, accesses: int) -> None:
             return
         if kind == "branch" and part not in warp.parts:
             return
-        if kind == "access":
+        if kind == "access" or part.at <= at:  # a loop may wait for another warp
             accesses -= 1
             if not accesses:
                 return
