@@ -51,8 +51,9 @@ SECTIONS = (
     Section("leases", 60, (f"{_TRANSPORTS}/test_buffer_pool.py",)),
     Section("kernels", 180, ("tests/kernels",), split=True),
     Section("programs", 180, (_PROGRAMS, f"{_TRANSPORTS}/test_hierarchical.py", *(
-        f"{_RUNTIME}/moe/test_{name}.py"
-        for name in ("compile", "permute_indices", "scale_layout", "torchtitan_dispatcher")))),
+        f"{_RUNTIME}/{name}.py"
+        for name in ("moe/test_compile", "moe/test_permute_indices", "moe/test_scale_layout",
+                     "integrations/test_torchtitan_dispatcher")))),
     Section("ranks-on-one-gpu", 180, (_SYMMETRIC, "tests/cli/test_replay_on_gpus.py"), timeout="3"),
     Section("ranks-on-several-gpus", 180, (_SYMMETRIC, *(
         f"{_TRANSPORTS}/test_{name}.py" for name in ("symmetric_hierarchical", "process_group_on_devices")),
