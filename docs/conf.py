@@ -30,7 +30,7 @@ NAVIGATION = {
     "docs/api/index": {
         "API": [
             f"docs/api/{page}"
-            for page in ("redistribution", "dtensor", "planner", "token_dispatch", "tracing", "errors")
+            for page in ("redistribution", "dtensor", "planner", "token_dispatch", "integrations", "tracing", "errors")
         ]
     },
     "docs/benchmarking": {"Results": ["bench/results/**"]},

@@ -79,7 +79,9 @@ def checked(text: str) -> Topology:
     assert Topology.from_json(topology.to_json()) == topology
     assert topology.memory_gigabytes_per_s > 0 and topology.call_us > 0
     for link in (topology.node, topology.network):
-        assert link.gigabytes_per_s > 0 and link.latency_us + link.message_us > 0
+        assert (
+            link.gigabytes_per_s > 0 and min(link.latency_us, link.message_us) >= 0
+        )  # 0: bytes explain all of the time
     program = shardweave.plan((2, 2), (64, 64), "float32", "S0 S1", "R R", topology=topology)
     assert program.cost_us is not None and program.cost_us > 0
     return topology
