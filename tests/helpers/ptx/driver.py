@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from stub_libcuda import StubDriver, kernels_on_the_cpu
 
-from .machine import Launch, decode, run
-from .memory import GlobalMemory, MemoryFault
+from .machine import Launch, run
+from .memory import GlobalMemory
 
 
 class Storages:
@@ -48,7 +48,6 @@ class PtxDriver(StubDriver):
     """
     Attributes:
         seed: of the order in which warps take turns.
-        executed: by kernel, PTX text and instruction, how often it was executed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +56,6 @@ class PtxDriver(StubDriver):
 
         self.seed = 0
         self.storages = Storages()
-        self.executed: dict[str, dict[str, list[int]]] = {}
         self._texts: dict[str, str] = {}
         self._text_of: list[str] = []
         self.fault: BaseException | None = None
@@ -77,20 +75,13 @@ class PtxDriver(StubDriver):
         super()._launch(config, function, arguments)
         made, text = self.launches.pop(), self._text_of[function - 1]
         try:
-            launch = Launch(text, made.grid, made.block[0] // 32, made.shared_bytes, made.arguments,
-                            GlobalMemory(self.storages))  # fmt: skip
-            run([launch], self.seed)
+            memory = GlobalMemory(self.storages)
+            run([Launch(text, made.grid, made.block[0] // 32, made.shared_bytes, made.arguments, memory)], self.seed)
         except Exception as error:
             error.add_note(f"in {made.kernel}")
             self.fault = error
-        counts = self.executed.setdefault(made.kernel, {}).setdefault(text, [0] * len(decode(text).operations))
-        for at, count in launch.executed.items():
-            counts[at] += count
 
     def _launched(self, metadata: Any) -> None:
         fault, self.fault = self.fault, None
         if fault is not None:
             raise fault
-
-
-__all__ = ["MemoryFault", "PtxDriver"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -125,7 +124,6 @@ class Launch:
         for (start, nbytes), value in zip(self.code.parameters.values(), arguments, strict=False):
             assert len(value) == nbytes, (self.code.parameters, arguments)
             self.parameters[start : start + nbytes] = value
-        self.executed: Counter[int] = Counter()
         x, y, z = grid
         self.blocks = [Block(self, (i, j, k)) for k, j, i in product(range(z), range(y), range(x))]
 
@@ -171,12 +169,10 @@ def _merge(warp: Warp) -> None:
 def _turn(warp: Warp, part: Part, accesses: int) -> None:
     """Execute instructions of a part until it waits, ends, meets another part, or has accessed memory or begun a loop
     anew so many times."""
-    launch = warp.block.launch
-    operations, executed = launch.code.operations, launch.executed
+    operations = warp.block.launch.code.operations
     while True:
         at = part.at
         operation = operations[at]
-        executed[at] += 1
         kind = operation.kind
         if kind == "warp" and part.lanes != warp.live:
             part.waits = "warp"  # as `.sync` has it, for all lanes that have not ended
